@@ -1,0 +1,239 @@
+"""`PackedBatch` (the full stream), `LocalBatch` (one rank's part), and the ways in and out of padded rows.
+
+Which of the two a tensor belongs to is its type, never a guess from its shape: `[1, S]` of one sample and `[1, T]` of a
+packed stream look the same, and taking one for the other moves tokens silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vlm_cp.alignment import Alignment
+from vlm_cp.media import MediaTable
+from vlm_cp.plan import SequencePlan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """A packed batch as every CP rank holds it: the whole stream, media unsplit.
+
+    input_ids, labels, loss_mask: [1, T]; labels are shifted already (slot j holds the id after token j of its own
+    sample, -100 where there is none). position_ids: [3, 1, T]. media: what `MediaTable.from_batch` read off the ids.
+    pixel_values, pixel_values_videos: [patches, channels] as processors return them, with their grids [*, 3].
+    token_extras: tensors [1, T, ...] that are cut like the ids (advantages, old logprobs). sample_extras: [B, ...], not
+    cut. Both are declared by being put there; a tensor of B rows is never taken for one of T.
+    """
+
+    plan: SequencePlan
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    media: MediaTable
+    pixel_values: Tensor | None = None
+    image_grid_thw: Tensor | None = None
+    pixel_values_videos: Tensor | None = None
+    video_grid_thw: Tensor | None = None
+    second_per_grid_ts: Tensor | None = None
+    token_extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    sample_extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def __post_init__(self) -> None:
+        total = self.plan.total_tokens
+        named = {"input_ids": self.input_ids, "labels": self.labels, "loss_mask": self.loss_mask, **self.token_extras}
+        for name, x in named.items():
+            if tuple(x.shape[:2]) != (1, total):
+                raise ValueError(
+                    f"{name} must have shape [1, T = {total}, ...], got {tuple(x.shape)}; it would be cut at other tokens"
+                )
+        if tuple(self.position_ids.shape) != (3, 1, total):
+            raise ValueError(
+                f"position_ids must have shape [3, 1, T = {total}], got {tuple(self.position_ids.shape)}; "
+                "models with mRoPE ignore other ranks of positions and recompute their own on the shard"
+            )
+        for name, x in self.sample_extras.items():
+            if len(x) != len(self.plan.lengths):
+                raise ValueError(
+                    f"{name} must have one entry a sample, {len(self.plan.lengths)} in all, got {len(x)}; samples would be mixed up"
+                )
+        _check_patches("pixel_values", self.pixel_values, self.media.grids[: self.media.num_images])
+        _check_patches("pixel_values_videos", self.pixel_values_videos, self.media.grids[self.media.num_images :])
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The batch on `device`, copied asynchronously; the plan and the media table move with it."""
+        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
+
+    def local(self, cp_rank: int) -> LocalBatch:
+        """The part of `cp_rank`: every token-aligned tensor is cut by the plan's one index, media stay whole."""
+        shard, rank = self.plan.shard, cp_rank
+        return LocalBatch(
+            plan=self.plan,
+            cp_rank=rank,
+            input_ids=shard(self.input_ids, rank, 1),
+            labels=shard(self.labels, rank, 1),
+            loss_mask=shard(self.loss_mask, rank, 1),
+            position_ids=shard(self.position_ids, rank, 2),
+            slot_rows=shard(self.media.slot_rows(), rank),
+            token_extras={name: shard(x, rank, 1) for name, x in self.token_extras.items()},
+            sample_extras=self.sample_extras,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalBatch:
+    """What one CP rank computes on: tensors of [1, T/c] tokens in local order, position_ids [3, 1, T/c].
+
+    slot_rows: int64 [T/c], the feature row that replaces each slot (-1: none), counted over the whole batch's rows.
+    """
+
+    plan: SequencePlan
+    cp_rank: int
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    slot_rows: Tensor
+    token_extras: Mapping[str, Tensor]
+    sample_extras: Mapping[str, Tensor]
+
+
+def preprocess_packed_seqs(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    alignment: Alignment,
+    cp_rank: int | None = None,
+    shard_for_cp: bool = True,
+    sub_seq_lengths: Sequence[Sequence[int]] | None = None,
+    row_multiple: int | None = None,
+    pad_token_id: int = 0,
+) -> tuple[Tensor, SequencePlan]:
+    """Padded rows -> packed ids and their plan, both on the rows' device.
+
+    input_ids: [rows, S], or a nested integer tensor of samples with attention_mask None. attention_mask: [rows, S], True
+    (or 1) at tokens; padding may lie left, right or inside.
+    shard_for_cp: True gives this rank's ids [1, T/c], for text models. False gives the whole stream [1, T]: what a VLM
+    needs on every rank, since features and positions are placed on the full stream and the model cuts afterwards.
+    sub_seq_lengths: for rows of several samples, each row's lengths. row_multiple: the step between samples inside a row
+    (the first starts at 0, each next one at the former's start plus its length rounded up); None is
+    `alignment.sequence_multiple`. The mask must be True at exactly these tokens.
+    """
+    if shard_for_cp and cp_rank is None and alignment.cp_size > 1:
+        raise ValueError(
+            f"cp_rank must be given to shard at cp_size {alignment.cp_size}, got None; "
+            "every rank would train on rank 0's tokens. Pass shard_for_cp=False for the full stream"
+        )
+    if input_ids.is_nested:
+        plan, stream = _pack_nested(input_ids, attention_mask, alignment, pad_token_id)
+    elif attention_mask is None or attention_mask.shape != input_ids.shape:
+        found = None if attention_mask is None else tuple(attention_mask.shape)
+        raise ValueError(
+            f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}, got {found}; padding would be packed as text"
+        )
+    else:
+        mask = attention_mask.bool()
+        lengths = mask.sum(1) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
+        plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
+        if sub_seq_lengths is not None:
+            _check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
+        stream = plan.pack_rows(input_ids, mask, pad_token_id)
+    ids = plan.shard(stream, cp_rank or 0) if shard_for_cp else stream
+    return ids[None], plan
+
+
+def postprocess_packed_seqs(
+    values_local: Tensor,
+    plan: SequencePlan,
+    attention_mask: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    fill: float = 0,
+    align: Literal["slot", "token"] = "slot",
+) -> Tensor:
+    """This rank's values [T/c, ...] -> rows [rows, S, ...] on every rank; differentiable, the backward takes the own slice.
+
+    attention_mask: the rows' mask that was packed. align="slot" puts slot j at token j's column (the logprob of token
+    j + 1 stands at column j); align="token" puts slot j - 1 there (the logprob of token j), `fill` at first tokens.
+    group: the CP group. Send scalars through this, never logits.
+    """
+    if align not in ("slot", "token"):
+        raise ValueError(f'align must be "slot" or "token", got {align!r}; every value would stand one token off')
+    stream = plan.gather(values_local, group)
+    slots = plan.row_slots(attention_mask)
+    cells, slots = slots < plan.total_tokens, slots.clamp(max=plan.total_tokens - 1)
+    if align == "token":
+        cells, slots = cells & (plan.token_index[slots] > 0), (slots - 1).clamp(min=0)
+    rows = stream.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    return rows.where(cells.view(*cells.shape, *[1] * (rows.ndim - 2)), fill)
+
+
+def unpack(values_local: Tensor, plan: SequencePlan, *, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """This rank's values [T/c, ...] -> B tensors [L_i, ...] in slot order on every rank; differentiable as `plan.gather`."""
+    stream = plan.gather(values_local, group)
+    return list(stream.index_select(0, plan.real_index).split(list(plan.lengths)))
+
+
+def _pack_nested(nested: Tensor, mask: Tensor | None, alignment: Alignment, pad: int) -> tuple[SequencePlan, Tensor]:
+    if mask is not None:
+        raise ValueError(
+            f"attention_mask must be None with nested input_ids, got {tuple(mask.shape)}; lengths would be given twice"
+        )
+    samples = nested.unbind()
+    plan = SequencePlan.from_lengths(list(map(len, samples)), alignment=alignment).to(nested.device)
+    return plan, plan.pack(samples, pad)
+
+
+def _check_row_layout(mask: Tensor, sub_seq_lengths: Sequence[Sequence[int]], row_multiple: int) -> None:
+    """The mask must be True at exactly the tokens that `sub_seq_lengths` and `row_multiple` place."""
+    rows, width = mask.shape
+    counts = torch.tensor([len(lengths) for lengths in sub_seq_lengths])
+    if len(counts) != rows:
+        raise ValueError(
+            f"sub_seq_lengths must have one list a row, {rows} in all, got {len(counts)}; samples would move to other rows"
+        )
+    lengths = torch.tensor(list(chain.from_iterable(sub_seq_lengths)))
+    steps = (lengths + row_multiple - 1) // row_multiple * row_multiple
+    row = torch.repeat_interleave(counts, output_size=len(lengths))
+    before = steps.cumsum(0) - steps
+    starts = before - before[(counts.cumsum(0) - counts).clamp(max=len(lengths) - 1)][row]
+    if bool((starts + lengths > width).any()):
+        sample = int((starts + lengths > width).nonzero()[0, 0])
+        raise ValueError(
+            f"sub_seq_lengths must fit their rows of width {width}, got sample {sample} of {int(lengths[sample])} tokens at column "
+            f"{int(starts[sample])} with row_multiple {row_multiple}; tokens of the next row would be read"
+        )
+    edges = torch.zeros(rows, width + 1, dtype=torch.int32)
+    edges.index_put_((row, starts), torch.ones_like(row, dtype=torch.int32), accumulate=True)
+    edges.index_put_((row, starts + lengths), -torch.ones_like(row, dtype=torch.int32), accumulate=True)
+    expected = edges.cumsum(1)[:, :width].bool().to(mask.device)
+    if mask.device.type != "cpu":
+        torch._assert_async((mask == expected).all(), "attention_mask must be True at exactly sub_seq_lengths' tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif not torch.equal(mask, expected):
+        wrong = (mask != expected).nonzero()[0].tolist()
+        raise ValueError(
+            f"attention_mask must be True at exactly the tokens that sub_seq_lengths and row_multiple {row_multiple} place, "
+            f"got {bool(mask[tuple(wrong)])} at row {wrong[0]}, column {wrong[1]}; padding inside the row would be packed as text"
+        )
+
+
+def _check_patches(name: str, pixels: Tensor | None, grids: Tensor) -> None:
+    patches, found = int(grids.prod(1).sum()), 0 if pixels is None else len(pixels)
+    if patches != found:
+        raise ValueError(
+            f"{name} must have the {patches} patches that its grids describe, got {found}; images would shift into each other"
+        )
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, SequencePlan | MediaTable):
+        return value.to(device)
+    return {name: _moved(x, device) for name, x in value.items()} if isinstance(value, Mapping) else value

@@ -1,0 +1,94 @@
+"""`VLMSpec`: the few facts of a vision-language model that packing, positions, media checks and costs depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PositionScheme = Literal["time", "frames"]
+
+# model_type of a transformers config -> (family, position scheme)
+_HF_MODEL_TYPES: dict[str, tuple[str, PositionScheme]] = {
+    "qwen2_5_vl": ("qwen2_5_vl", "time"),
+    "qwen3_vl": ("qwen3_vl", "frames"),
+    "qwen3_5": ("qwen3_5", "frames"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerSpec:
+    """The vision tower's shape, from which its cost follows. Sizes in channels, `patch_size` and `window_size` in pixels."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    patch_size: int
+    temporal_patch_size: int
+    out_hidden_size: int
+    window_size: int | None = None  # None: every layer attends over the whole frame
+    full_attention_layers: tuple[int, ...] = ()  # layers that do so although window_size is set
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLMSpec:
+    """What one model family calls its tokens and how it numbers positions.
+
+    family: "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
+    image_token_id, video_token_id: the ids that stand for one feature row each.
+    spatial_merge_size: m; an image of grid (t, h, w) patches has t * h/m * w/m feature rows.
+    position_scheme: "time" is Qwen2.5-VL's: one run of placeholders a video, and the temporal axis advances by
+    `tokens_per_second * int(second_per_grid_ts)` a temporal patch. "frames" is Qwen3-VL's and Qwen3.5's: every frame of a
+    video is a run of its own, its time written as text before it, so its temporal axis does not advance inside the frame.
+    deepstack_levels: further feature sets that the tower sends to the first text layers (0 where there are none).
+    """
+
+    family: str
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    spatial_merge_size: int
+    position_scheme: PositionScheme
+    tokens_per_second: int
+    tower: TowerSpec
+    deepstack_levels: int
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> VLMSpec:
+        """The spec of a transformers config (`Qwen2_5_VLConfig`, `Qwen3VLConfig`, `Qwen3_5Config`).
+
+        Any other model type is refused: its rows and positions would be placed by another model's rules.
+        """
+        family, scheme = _family_of_model_type(config.model_type)
+        vision = config.vision_config
+        timed = scheme == "time"
+        return cls(
+            family=family,
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            vision_start_token_id=config.vision_start_token_id,
+            spatial_merge_size=vision.spatial_merge_size,
+            position_scheme=scheme,
+            tokens_per_second=vision.tokens_per_second if timed else 1,
+            tower=TowerSpec(
+                depth=vision.depth,
+                hidden_size=vision.hidden_size,
+                num_heads=vision.num_heads,
+                intermediate_size=vision.intermediate_size,
+                patch_size=vision.patch_size,
+                temporal_patch_size=vision.temporal_patch_size,
+                out_hidden_size=vision.out_hidden_size,
+                window_size=vision.window_size if timed else None,
+                full_attention_layers=tuple(vision.fullatt_block_indexes) if timed else (),
+            ),
+            deepstack_levels=len(vision.deepstack_visual_indexes) if family == "qwen3_vl" else 0,
+        )
+
+
+def _family_of_model_type(model_type: str) -> tuple[str, PositionScheme]:
+    if model_type not in _HF_MODEL_TYPES:
+        raise ValueError(
+            f"model_type must be one of {', '.join(_HF_MODEL_TYPES)}, got {model_type!r}; "
+            "its feature rows and positions would be placed by another family's rules"
+        )
+    return _HF_MODEL_TYPES[model_type]
