@@ -301,7 +301,7 @@ class SequencePlan:
                 "this is already a rank's shard" if x.size(dim) == self.local_tokens else "it belongs to another plan"
             )
             raise ValueError(
-                f"x.size({dim}) must be {what} = {size}, got {x.size(dim)}; {hint}, and cutting it would lose tokens"
+                f"x.size({dim}) must be {what} = {size}, got {x.size(dim)}; {hint}, and using it as it is would lose tokens"
             )
         if x.device != self.device:
             raise ValueError(

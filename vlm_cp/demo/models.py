@@ -37,7 +37,6 @@ _VISION: dict[str, Any] = {
     "num_heads": 2,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "out_hidden_size": 64,
 }
 _QWEN3_VISION: dict[str, Any] = {"patch_size": 16, "num_position_embeddings": 64}
 _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -94,9 +93,11 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, **text_override
         "eos_token_id": tokenizer.eos_token_id,
         "initializer_range": INITIALIZER_RANGE,
     }
+    text_config = {**_TEXT, **common, **text, **text_overrides}
+    own = {"out_hidden_size": text_config["hidden_size"], "initializer_range": INITIALIZER_RANGE}
     return _MODELS[family][0](
-        text_config={**_TEXT, **common, **text, **text_overrides},
-        vision_config={**_VISION, **vision, "initializer_range": INITIALIZER_RANGE},
+        text_config=text_config,
+        vision_config={**_VISION, **vision, **own},
         tie_word_embeddings=False,
         **ids,
     )

@@ -72,25 +72,30 @@ class HFEngine:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """The text model's last hidden states [1, T/c, H] of this rank's slots."""
-        rank = comm.group_rank(self.cp_group)
-        local = batch.local(rank)
-        context = ContextParallelAttention(plan=batch.plan, group=self.cp_group, cp_rank=rank, method=self.attention)
-        out = self.model.model.language_model(
-            position_ids=local.position_ids, use_cache=False, cp=context, **self.text_inputs(batch, local)
-        )
-        return out.last_hidden_state
+        local = self.local(batch)
+        inputs = self.text_inputs(local, self.encode(batch))
+        cp = self.attention_of(batch)
+        return self.model.model.language_model(**inputs, use_cache=False, cp=cp).last_hidden_state
 
-    def text_inputs(self, batch: PackedBatch, local: LocalBatch) -> dict[str, Any]:
-        """Embeddings of this rank's slots with feature rows in place, and the family's own keywords (deepstack)."""
+    def local(self, batch: PackedBatch) -> LocalBatch:
+        """This rank's part of the batch."""
+        return batch.local(comm.group_rank(self.cp_group))
+
+    def attention_of(self, batch: PackedBatch) -> ContextParallelAttention:
+        """The attention that every layer calls for this batch."""
+        rank = comm.group_rank(self.cp_group)
+        return ContextParallelAttention(plan=batch.plan, group=self.cp_group, cp_rank=rank, method=self.attention)
+
+    def text_inputs(self, local: LocalBatch, rows: VisionRows | None) -> dict[str, Any]:
+        """What the text model takes: embeddings with feature rows in place, positions, and deepstack where there is one."""
         embeds = self.model.get_input_embeddings()(local.input_ids)
-        rows = self.encode(batch)
         if rows is None:
-            return {"inputs_embeds": embeds}
+            return {"inputs_embeds": embeds, "position_ids": local.position_ids}
         visual = local.slot_rows >= 0
         index = local.slot_rows[visual]
         embeds = embeds.masked_scatter(visual[None, :, None], rows.main.index_select(0, index).to(embeds.dtype))
-        levels = tuple(level.index_select(0, index) for level in rows.levels)
-        return {"inputs_embeds": embeds, **self.family.text_inputs(visual[None], levels)}
+        deepstack = self.family.text_inputs(visual[None], tuple(x.index_select(0, index) for x in rows.levels))
+        return {"inputs_embeds": embeds, "position_ids": local.position_ids, **deepstack}
 
     def encode(self, batch: PackedBatch) -> VisionRows | None:
         """Feature rows of the whole batch, images first; None for a batch of text only."""
@@ -158,11 +163,16 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T/c, D] -> [1, T/c, H, D]."""
+    return _opened(cp)(*(x[0].transpose(0, 1) for x in (query, key, value)), scaling=scaling)[None], None
+
+
+def _opened(cp: ContextParallelAttention | None) -> ContextParallelAttention:
     if cp is None:
         raise ValueError(
-            "the model must be called through its HFEngine while one is open, got a direct call; it would attend within the shard only"
+            "the model must be called through its HFEngine while one is open, got a direct call; "
+            "its layers would see the shard only"
         )
-    return cp(*(x[0].transpose(0, 1) for x in (query, key, value)), scaling=scaling)[None], None
+    return cp
 
 
 def _to_natural_order(
@@ -173,7 +183,7 @@ def _to_natural_order(
     Rows are padded at their end, where a causal layer does not look back from. Every rank runs every sample; each keeps
     its own slots' outputs, so gradients of the gathered states are summed over the ranks.
     """
-    cp: ContextParallelAttention = kwargs["cp"]
+    cp = _opened(kwargs.get("cp"))
     stream = cp.plan.gather(kwargs["hidden_states"][0], cp.group, backward="sum")
     rows = stream.new_zeros(len(cp.plan.lengths) * cp.plan.max_seqlen, stream.size(1))
     rows = rows.index_copy(0, _row_cells(cp.plan), stream)
@@ -181,7 +191,7 @@ def _to_natural_order(
 
 
 def _to_local_order(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-    cp: ContextParallelAttention = kwargs["cp"]
+    cp = _opened(kwargs.get("cp"))
     return output.flatten(0, 1).index_select(0, cp.plan.shard(_row_cells(cp.plan), cp.cp_rank))[None]
 
 

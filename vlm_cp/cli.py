@@ -1,0 +1,95 @@
+"""The `vlm-cp` command. Exit codes of `parity`: 0 equal, 1 not equal, 2 wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from vlm_cp.attention import AttentionMethod
+from vlm_cp.families import FAMILIES
+from vlm_cp.parity import run_parity
+from vlm_cp.report import print_report, write_html, write_json
+from vlm_cp.subject import Subject
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="vlm-cp", description="Context parallelism for vision-language models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_parity(
+        commands.add_parser("parity", help="compare CP=n with CP=1: log-probabilities, loss and every gradient")
+    )
+    options = parser.parse_args(arguments)
+    command = shlex.join(["vlm-cp", *arguments])
+    try:
+        return _parity(options, command)
+    except ValueError as error:
+        Console(stderr=True).print(f"[red]vlm-cp: {error}", highlight=False)
+        return 2
+
+
+def _add_parity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--family", choices=list(FAMILIES), default="qwen3_vl", help="model family (default: %(default)s)"
+    )
+    parser.add_argument("--engine", choices=["hf"], default="hf", help="what runs CP=n (default: %(default)s)")
+    parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks (default: %(default)s)")
+    parser.add_argument(
+        "--attention",
+        choices=get_args(AttentionMethod),
+        default="all_gather",
+        help="how ranks exchange (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cpu: gloo; cuda: NCCL, one device a rank"
+    )
+    parser.add_argument(
+        "--dtype", choices=list(_DTYPES), default="float32", help="weights and activations (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the result here")
+    parser.add_argument("--html", type=Path, metavar="F", help="write a page with pictures and ownership here")
+
+
+def _parity(options: argparse.Namespace, command: str) -> int:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs a model hub, and waiting for one takes a minute
+    torch.set_num_threads(1)  # before any operation, since ranks are forked
+    if options.cp < 1:
+        raise ValueError(f"--cp must be at least 1, got {options.cp}; there would be no rank to run on")
+    if options.device == "cuda" and torch.cuda.device_count() < options.cp:
+        raise ValueError(
+            f"--device cuda must find {options.cp} devices, got {torch.cuda.device_count()}; ranks would share one"
+        )
+    console = Console()
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("building the model and the samples", total=None)
+        subject = Subject.demo(options.family, dtype=_DTYPES[options.dtype], seed=options.seed)
+        report = run_parity(
+            subject,
+            cp=options.cp,
+            attention=options.attention,
+            device=options.device,
+            progress=lambda step: bar.update(task, description=step),
+        )
+    print_report(report, console)
+    if options.json:
+        write_json(report, options.json, command)
+        console.print(f"wrote {options.json}")
+    if options.html:
+        write_html(report, options.html, command)
+        console.print(f"wrote {options.html}")
+    return 0 if report.passed else 1
