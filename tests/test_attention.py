@@ -131,5 +131,5 @@ def test_unknown_method_and_missing_group():
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ContextParallelAttention(plan=plan, group=None, cp_rank=0, method="ring")
     plan = SequencePlan.from_lengths([8], alignment=Alignment(cp_size=2))
-    with pytest.raises(ValueError, match="^group must be the context-parallel group at cp_size 2, got None; "):
+    with pytest.raises(ValueError, match=r"^group must be the context-parallel group at cp_size 2, got None; "):
         ContextParallelAttention(plan=plan, group=None, cp_rank=0)

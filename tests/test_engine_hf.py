@@ -137,7 +137,7 @@ def test_the_model_comes_back_as_it_was():
     with HFEngine(subject.model, spec=subject.spec) as engine:
         engine(subject.batch(1))
         assert list(subject.model.state_dict()) == keys
-        with pytest.raises(ValueError, match="^the model must be called through its HFEngine while one is open"):
+        with pytest.raises(ValueError, match=r"^the model must be called through its HFEngine while one is open"):
             subject.model(**sample, use_cache=False)
     assert torch.equal(subject.model(**sample, use_cache=False).logits, before)
 

@@ -25,7 +25,8 @@ def run_ranks(
 
     device: "cpu" forks, 0.1 s against 12 s for a fresh interpreter a rank; that is only safe while torch runs one thread,
     else the children hang in their first matrix product. "cuda" spawns, rank r using cuda:r; `fn` and `args` are pickled.
-    Raises `RankError` with every failed rank's traceback, and `TimeoutError` (killing all ranks) after `timeout` seconds.
+    When a rank refuses its input (`ValueError`), that error is raised here; any other failure is a `RankError` with every
+    failed rank's traceback. `TimeoutError` after `timeout` seconds, when all ranks are killed.
     """
     if device == "cpu" and torch.get_num_threads() != 1:
         raise ValueError(
@@ -43,6 +44,8 @@ def run_ranks(
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"ranks still running after {timeout} s: not all of them entered a collective")
         except (ProcessRaisedException, ProcessExitedException) as error:
+            for refusal in sorted(Path(folder).glob("*.refusal")):
+                raise ValueError(refusal.read_text()) from error
             texts = sorted(Path(folder).glob("*.error"))
             raise RankError("\n".join(f"rank {t.stem}:\n{t.read_text()}" for t in texts) or str(error)) from error
         finally:
@@ -63,6 +66,9 @@ def _run_rank(
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(fn(rank, *args), Path(folder) / f"{rank}.pt")
+    except ValueError as error:
+        (Path(folder) / f"{rank}.refusal").write_text(str(error))
+        raise
     except BaseException:
         (Path(folder) / f"{rank}.error").write_text(traceback.format_exc())
         raise

@@ -141,39 +141,23 @@ def run_parity(
     device: "cpu" (gloo) or "cuda" (NCCL, `cp` devices). numerics: a context that the forwards run under.
     bound: given, it replaces the measured one. progress: called with the name of each step before it starts.
     """
-    seconds: dict[str, float] = {}
-
-    def timed(step: str, run: Callable[[], Any]) -> Any:
-        progress(step)
-        begin = perf_counter()
-        result = run()
-        seconds[step] = perf_counter() - begin
-        return result
-
+    steps = _Steps(progress)
     home = "cuda:0" if device == "cuda" else device
-    reference: Outcome = timed(
-        "reference: transformers, sample by sample", lambda: run_samples(subject, home, numerics)
-    )
+    reference = steps.run("reference: transformers, sample by sample", run_samples, subject, home, numerics)
     floors: dict[str, Difference] = {}
     if bound is None:
-        kernel = timed("floor: another kernel", lambda: run_samples(subject, home, numerics, attention="eager"))
-        order = timed("floor: one padded batch", lambda: run_padded(subject, home, numerics))
+        kernel = steps.run("floor: another kernel", run_samples, subject, home, numerics, attention="eager")
+        order = steps.run("floor: one padded batch", run_padded, subject, home, numerics)
         floors = {"kernel": Difference.between(kernel, reference), "order": Difference.between(order, reference)}
     tolerance = bound or Bound.from_floors(list(floors.values()))
-    job = (subject, cp, attention, device, numerics, candidate)
-    found: Outcome = timed(
-        f"CP={cp}", lambda: run_ranks(cp, _run_rank, subject, *job[2:], device=device, timeout=600)[0]
-    )
+    job = (subject, attention, device, numerics, candidate)
+    found: Outcome = steps.run(f"CP={cp}", run_ranks, cp, _run_rank, *job, device=device, timeout=600)[0]
     difference = Difference.between(found, reference)
-    passed = tolerance.holds(difference)
     where: Divergence | None = None
-    if not passed:
+    if not tolerance.holds(difference):
         deltas = [x - y for x, y in zip(found.logprobs, reference.logprobs, strict=True)]
-        limit = tolerance.logprob_max_abs
-        where = timed(
-            "looking for the first module that differs",
-            lambda: first_divergence(*job, logprob_deltas=deltas, logprob_bound=limit),
-        )
+        limits = {"logprob_deltas": deltas, "logprob_bound": tolerance.logprob_max_abs}
+        where = steps.run("looking for the first module that differs", first_divergence, cp, *job, **limits)
     return ParityReport(
         subject=subject,
         engine="hf",
@@ -185,12 +169,26 @@ def run_parity(
         difference=difference,
         floors=floors,
         tolerance=tolerance,
-        passed=passed,
+        passed=where is None,
         first_divergence=where,
-        seconds=seconds,
+        seconds=steps.seconds,
         reference=reference,
         candidate=found,
     )
+
+
+class _Steps:
+    """Runs steps, telling each one's name before it starts and keeping how long it took."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.progress, self.seconds = progress, dict[str, float]()
+
+    def run(self, step: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.progress(step)
+        begin = perf_counter()
+        result = fn(*args, **kwargs)
+        self.seconds[step] = perf_counter() - begin
+        return result
 
 
 def _run_rank(

@@ -155,7 +155,7 @@ def _chart(report: ParityReport, batch: PackedBatch) -> dict[str, Any]:
     def height(value: float) -> float:
         return 200 * min(1.0, max(0.0, (log10(max(value, 1e-300)) - low) / (top - low)))
 
-    bars = [
+    bars: list[dict[str, Any]] = [
         {
             "x": width * i,
             "height": height(float(column.nan_to_num(1e300).max())),

@@ -68,8 +68,8 @@ class Divergence:
 
 
 def first_divergence(
-    subject: Subject,
     cp: int,
+    subject: Subject,
     attention: AttentionMethod,
     device: str,
     numerics: Numerics,
@@ -80,7 +80,7 @@ def first_divergence(
 ) -> Divergence:
     """Where CP=`cp` first differs from transformers' CP=1. logprob_deltas: B tensors [L_i], found minus expected."""
     batch = subject.batch(cp)
-    job = (subject, cp, attention, device, numerics, candidate, batch)
+    job = (batch, subject, attention, device, numerics, candidate)
     blocks = [*_blocks(subject.model.get_submodule(_VISION), _VISION)]
     blocks += [*_blocks(subject.model.get_submodule("model.language_model"), "model.language_model"), "lm_head"]
     found = _first_difference(blocks, *job)
@@ -99,18 +99,16 @@ def first_divergence(
 
 def _first_difference(
     names: list[str],
+    batch: PackedBatch,
     subject: Subject,
-    cp: int,
     attention: AttentionMethod,
     device: str,
     numerics: Numerics,
     candidate: type[Candidate],
-    batch: PackedBatch,
 ) -> Divergence | None:
     expected = _trace_samples(subject, names, "cuda:0" if device == "cuda" else device, numerics)
-    ranks = run_ranks(
-        cp, _trace_rank, subject, names, attention, device, numerics, candidate, device=device, timeout=600
-    )
+    job = (names, subject, attention, device, numerics, candidate)
+    ranks = run_ranks(batch.plan.cp_size, _trace_rank, *job, device=device, timeout=600)
     for name, reference in expected.items():
         found = _joined(name, ranks, batch)
         if found is None or found.shape != reference.shape:
@@ -206,8 +204,8 @@ def _stage(name: str) -> int:
 
 def _trace_rank(
     rank: int,
-    subject: Subject,
     names: list[str],
+    subject: Subject,
     attention: AttentionMethod,
     device: str,
     numerics: Numerics,

@@ -46,6 +46,7 @@ class HFEngine:
         self.model: Any = model
         self.family = family_of(spec)
         self.cp_group = cp_group
+        self.cp_rank = comm.group_rank(cp_group)
         self.attention: AttentionMethod = attention
         text = self.model.config.text_config
         found = VLMSpec.from_hf_config(self.model.config)
@@ -79,12 +80,13 @@ class HFEngine:
 
     def local(self, batch: PackedBatch) -> LocalBatch:
         """This rank's part of the batch."""
-        return batch.local(comm.group_rank(self.cp_group))
+        return batch.local(self.cp_rank)
 
     def attention_of(self, batch: PackedBatch) -> ContextParallelAttention:
         """The attention that every layer calls for this batch."""
-        rank = comm.group_rank(self.cp_group)
-        return ContextParallelAttention(plan=batch.plan, group=self.cp_group, cp_rank=rank, method=self.attention)
+        return ContextParallelAttention(
+            plan=batch.plan, group=self.cp_group, cp_rank=self.cp_rank, method=self.attention
+        )
 
     def text_inputs(self, local: LocalBatch, rows: VisionRows | None) -> dict[str, Any]:
         """What the text model takes: embeddings with feature rows in place, positions, and deepstack where there is one."""
