@@ -51,9 +51,10 @@ def test_b35_b37_rows_go_to_their_own_placeholders():
 def test_padding_that_looks_like_an_image_is_not_one():
     plan = SequencePlan.from_lengths([3], alignment=Alignment(cp_size=4))
     ids = plan.pack([torch.tensor([1, 2, 3])], IMAGE)[None]
-    media = MediaTable.from_batch(ids, plan, spec=FRAMES)
-    media.check()
-    assert len(media.row_slots) == 0
+    for mask in (None, torch.ones_like(ids, dtype=torch.bool) & (ids == IMAGE)):
+        media = MediaTable.from_batch(ids, plan, placeholder_mask=mask, spec=FRAMES)
+        media.check()
+        assert len(media.row_slots) == 0
 
 
 LOST = "rows would be placed into another image or sample"

@@ -181,6 +181,13 @@ def test_equal_within_the_measured_floor(family, cp):
     assert abs(report.difference.grad_norm_ratio - 1) < 1e-4
 
 
+def test_the_model_keeps_its_attention():
+    subject = Subject.demo("qwen3_vl")
+    run_parity(subject, cp=1)
+    config = subject.model.config
+    assert {c._attn_implementation for c in (config, config.text_config, config.vision_config)} == {"sdpa"}
+
+
 def test_a_break_fails_the_measured_bound_too():
     report = run_parity(Subject.demo("qwen3_vl"), cp=2, candidate=breaking(text_inputs=deepstack_one_off))
     assert not report.passed
