@@ -169,6 +169,21 @@ def test_pack_rows_and_gradient():
     assert torch.equal(rows.grad, mask.float())
 
 
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_shard_rows_is_shard_of_pack_rows_and_has_its_gradient(cp):
+    lengths = [3, 8, 1, 17]
+    _, mask = rows_of(samples_of(lengths), 20, "inside")
+    plan = SequencePlan.from_lengths(lengths, alignment=Alignment(cp_size=cp))
+    for rank in range(cp):
+        rows = torch.randn(*mask.shape, 3, requires_grad=True)
+        whole = plan.shard(plan.pack_rows(rows, mask, 5.0), rank)
+        direct = plan.shard_rows(rows, mask, rank, 5.0)
+        assert torch.equal(whole, direct)
+        weight = torch.randn_like(direct)
+        expected, found = (torch.autograd.grad((x * weight).sum(), rows)[0] for x in (whole, direct))
+        assert torch.equal(expected, found)
+
+
 def test_sharding_without_a_rank():
     ids, mask = rows_of(samples_of([3]), 4, "right")
     with refuses(

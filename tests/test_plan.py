@@ -152,9 +152,9 @@ def test_b3_zero_length_names_the_sample():
 def test_lengths_that_are_no_lengths():
     with refuses("lengths must hold one entry a sample, got shape (0,); there is nothing to plan"):
         SequencePlan.from_lengths([])
-    with refuses("lengths must be integers, got torch.float32; a mask passed as lengths would plan one-token samples"):
+    with refuses("lengths must be integers, got float32; a mask would plan one-token samples"):
         SequencePlan.from_lengths([2.0])
-    with refuses("lengths must be integers, got torch.bool; a mask passed as lengths would plan one-token samples"):
+    with refuses("lengths must be integers, got bool; a mask would plan one-token samples"):
         SequencePlan.from_lengths(torch.tensor([True, True]))
 
 

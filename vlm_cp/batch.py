@@ -132,20 +132,20 @@ def preprocess_packed_seqs(
         )
     if input_ids.is_nested:
         plan, stream = _pack_nested(input_ids, attention_mask, alignment, pad_token_id)
-    elif attention_mask is None or attention_mask.shape != input_ids.shape:
+        return (plan.shard(stream, cp_rank or 0) if shard_for_cp else stream)[None], plan
+    if attention_mask is None or attention_mask.shape != input_ids.shape:
         found = None if attention_mask is None else tuple(attention_mask.shape)
         raise ValueError(
             f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}, got {found}; padding would be packed as text"
         )
-    else:
-        mask = attention_mask.bool()
-        lengths = mask.sum(1) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
-        plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
-        if sub_seq_lengths is not None:
-            _check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
-        stream = plan.pack_rows(input_ids, mask, pad_token_id)
-    ids = plan.shard(stream, cp_rank or 0) if shard_for_cp else stream
-    return ids[None], plan
+    mask = attention_mask.bool()
+    lengths = mask.sum(1) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
+    plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
+    if sub_seq_lengths is not None:
+        _check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
+    if shard_for_cp and alignment.cp_size > 1:
+        return plan.shard_rows(input_ids, mask, cp_rank or 0, pad_token_id)[None], plan
+    return plan.pack_rows(input_ids, mask, pad_token_id)[None], plan
 
 
 def postprocess_packed_seqs(

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,24 +62,20 @@ class SequencePlan:
         `alignment.stream_multiple` and hold every padded sample; it is refused otherwise, never rounded.
         """
         alignment = alignment or Alignment()
-        real = torch.as_tensor(lengths).cpu()
-        if real.ndim != 1 or real.numel() == 0:
+        real = torch.as_tensor(lengths).cpu().numpy()  # a few numbers: numpy's calls cost a tenth of torch's
+        if real.ndim != 1 or real.size == 0:
+            raise ValueError(f"lengths must hold one entry a sample, got shape {real.shape}; there is nothing to plan")
+        if real.dtype.kind not in "iu":
+            raise ValueError(f"lengths must be integers, got {real.dtype}; a mask would plan one-token samples")
+        real = real.astype(np.int64)
+        if real.min() < 1:
+            sample = int(real.argmin())
             raise ValueError(
-                f"lengths must hold one entry a sample, got shape {tuple(real.shape)}; there is nothing to plan"
-            )
-        if real.is_floating_point() or real.dtype == torch.bool:
-            raise ValueError(
-                f"lengths must be integers, got {real.dtype}; a mask passed as lengths would plan one-token samples"
-            )
-        real = real.long()
-        if bool((real < 1).any()):
-            sample = int((real < 1).nonzero()[0, 0])
-            raise ValueError(
-                f"lengths[{sample}] must be at least 1, got {int(real[sample])}; "
+                f"lengths[{sample}] must be at least 1, got {real[sample]}; "
                 "an empty sample owns no chunk, and its neighbours' tokens would be taken for its own"
             )
-        padded = _round_up(real, alignment.sequence_multiple)
-        least = int(_round_up(padded.sum(), alignment.stream_multiple))
+        padded = -(-real // alignment.sequence_multiple) * alignment.sequence_multiple
+        least = -(-int(padded.sum()) // alignment.stream_multiple) * alignment.stream_multiple
         total = least if total_tokens is None else total_tokens
         if total < least or total % alignment.stream_multiple:
             raise ValueError(
@@ -85,13 +83,14 @@ class SequencePlan:
                 "samples would be cut, or ranks would hold unequal shards"
             )
         padded[-1] += total - padded.sum()
-        bounds = torch.zeros(2, len(real) + 1, dtype=torch.int32)
-        torch.cumsum(torch.stack([real, padded]), 1, out=bounds[:, 1:])
+        bounds = np.zeros((2, len(real) + 1), np.int32)
+        np.cumsum([real, padded], axis=1, out=bounds[:, 1:])
+        cu_seqlens, cu_seqlens_padded = torch.from_numpy(bounds)
         return cls(
             lengths=tuple(real.tolist()),
             padded_lengths=tuple(padded.tolist()),
-            cu_seqlens=bounds[0],
-            cu_seqlens_padded=bounds[1],
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens_padded,
             alignment=alignment,
         )
 
@@ -178,12 +177,12 @@ class SequencePlan:
 
     def local_index(self, rank: int) -> Tensor:
         """int64 [T/c]: the stream slots that `rank` owns, in their local order."""
-        if not 0 <= rank < self.cp_size:
-            raise ValueError(f"rank must lie in [0, {self.cp_size}), got {rank}; another rank's tokens would be taken")
+        self._check_rank(rank)
         if rank not in self._local_indices:
-            front, half, is_back = self._local_chunks
-            chunks_skipped = torch.where(is_back, 2 * self.cp_size - 2 - rank, rank)
-            self._local_indices[rank] = front + half * chunks_skipped
+            slots = torch.arange(self.local_tokens, device=self.device)
+            if self.cp_size > 1:
+                slots += self._run_shifts(rank).index_select(0, self._local_runs)
+            self._local_indices[rank] = slots
         return self._local_indices[rank]
 
     @cached_property
@@ -191,21 +190,23 @@ class SequencePlan:
         return {}
 
     @cached_property
-    def _local_chunks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For every local slot: rank 0's front slot were there no back chunk, the chunk length, and whether it is in the back."""
-        if self.cp_size == 1:
-            slots = torch.arange(self.total_tokens, device=self.device)
-            return slots, torch.zeros_like(slots), torch.zeros_like(slots, dtype=torch.bool)
-        starts = self.cu_seqlens_padded.long()
-        sample = self._repeat(starts.diff() // self.cp_size, self.local_tokens)
-        offset = torch.arange(self.local_tokens, device=self.device) - (starts // self.cp_size)[sample]
-        half = (starts.diff() // (2 * self.cp_size))[sample]
-        return starts[sample] + offset, half, offset >= half
+    def _local_runs(self) -> Tensor:
+        """int64 [T/c]: the run of every local slot; a run is a chunk's neighbouring slots, two a sample (one at cp_size 1)."""
+        runs = 2 if self.cp_size > 1 else 1
+        chunks = (self.cu_seqlens_padded.diff() // (runs * self.cp_size)).long()
+        return torch.repeat_interleave(chunks.repeat_interleave(runs), output_size=self.local_tokens)
+
+    def _run_shifts(self, rank: int) -> Tensor:
+        """int64 [runs]: how far a run's stream slots lie behind its local slots."""
+        starts, size = self.cu_seqlens_padded.long(), self.cp_size
+        if size == 1:
+            return torch.zeros(len(self.lengths), dtype=torch.int64, device=self.device)
+        before, chunk = (starts - starts // size)[:-1], starts.diff() // (2 * size)
+        return torch.stack([before + rank * chunk, before + (2 * size - 2 - rank) * chunk], 1).flatten()
 
     def _repeat(self, counts: Tensor, total: int) -> Tensor:
         """int64 [total]: sample b, counts[b] times. `total` is given so that no device is asked for the sum."""
-        samples = torch.arange(len(self.lengths), device=self.device)
-        return torch.repeat_interleave(samples, counts.long(), output_size=total)
+        return torch.repeat_interleave(counts.long(), output_size=total)
 
     # Cutting and joining.
 
@@ -253,14 +254,21 @@ class SequencePlan:
 
     def pack_rows(self, x: Tensor, attention_mask: Tensor, fill: float) -> Tensor:
         """[T, ...] from rows [B, S, ...]: the cells where the mask is True, in order. `postprocess_packed_seqs` is its inverse."""
-        slots = self.row_slots(attention_mask)
-        if x.shape[:2] != slots.shape:
-            raise ValueError(
-                f"x must start with the mask's shape {tuple(slots.shape)}, got {tuple(x.shape)}; cells would be misread"
-            )
-        # The slot past the end takes the rows' padding.
-        stream = x.new_full((self.total_tokens + 1, *x.shape[2:]), fill)
-        return stream.index_copy(0, slots.flatten(), x.flatten(0, 1))[: self.total_tokens]
+        mask = self._row_mask(x, attention_mask)
+        real = x.flatten(0, 1).index_select(0, self._cells(mask))
+        return x.new_full((self.total_tokens, *x.shape[2:]), fill).index_copy(0, self.real_index, real)
+
+    def shard_rows(self, x: Tensor, attention_mask: Tensor, rank: int, fill: float) -> Tensor:
+        """`shard(pack_rows(x, attention_mask, fill), rank)` without building the stream: [T/c, ...]."""
+        self._check_rank(rank)
+        cells = self._cells(self._row_mask(x, attention_mask))
+        runs, each = self._local_runs, 2 if self.cp_size > 1 else 1
+        padding_before = (self.cu_seqlens_padded - self.cu_seqlens)[:-1].repeat_interleave(each)
+        ordinal = torch.arange(self.local_tokens, device=self.device)
+        ordinal += (self._run_shifts(rank) - padding_before).index_select(0, runs)
+        is_padding = ordinal >= self.cu_seqlens[1:].repeat_interleave(each).index_select(0, runs)
+        cells = cells.index_select(0, ordinal.clamp_(max=sum(self.lengths) - 1))
+        return x.flatten(0, 1).index_select(0, cells).masked_fill(is_padding.view(-1, *[1] * (x.ndim - 2)), fill)
 
     def row_slots(self, attention_mask: Tensor) -> Tensor:
         """int64 [rows, S]: the stream slot of every cell where the mask is True, T elsewhere.
@@ -268,20 +276,42 @@ class SequencePlan:
         A row may hold several samples, one after the other; the mask must mark exactly the plan's tokens. On an
         accelerator that check is an assertion on the device, since a Python error would need a host sync.
         """
+        mask = self._row_mask(attention_mask, attention_mask)
+        slots = torch.full((mask.numel(),), self.total_tokens, device=self.device)
+        return slots.index_copy(0, self._cells(mask), self.real_index).view(mask.shape)
+
+    def _cells(self, mask: Tensor) -> Tensor:
+        """int64 [N]: the cells of [rows, S] where the mask is True, counted along the rows."""
+        if self.device.type == "cpu":
+            return mask.flatten().nonzero()[:, 0]
+        return mask.flatten().nonzero_static(size=sum(self.lengths))[
+            :, 0
+        ]  # the plain call asks the device for the count
+
+    def _row_mask(self, x: Tensor, attention_mask: Tensor) -> Tensor:
         self._check(attention_mask, 0, attention_mask.size(0), "rows")
         mask = attention_mask.bool()
-        counted = mask.flatten().cumsum(0)
-        row_ends = counted.view(mask.shape)[:, -1]
-        fits = torch.isin(row_ends, self.cu_seqlens.long()).all() & (row_ends[-1] == self.cu_seqlens[-1])
+        if x.shape[:2] != mask.shape:
+            raise ValueError(
+                f"x must start with the mask's shape {tuple(mask.shape)}, got {tuple(x.shape)}; cells would be misread"
+            )
+        counts = mask.sum(1)
         if self.device.type != "cpu":
+            row_ends = counts.cumsum(0)
+            fits = torch.isin(row_ends, self.cu_seqlens.long()).all() & (row_ends[-1] == self.cu_seqlens[-1])
             torch._assert_async(fits, "attention_mask must mark exactly the plan's tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        elif not fits:
+            return mask
+        found = counts.tolist()
+        if sum(found) != sum(self.lengths) or not set(accumulate(found)) <= set(self.cu_seqlens.tolist()):
             raise ValueError(
                 f"attention_mask must mark exactly the plan's {sum(self.lengths)} tokens, samples whole in their rows, got "
-                f"{int(counted[-1])} in rows of {mask.sum(1).tolist()}; values would move to other samples"
+                f"{sum(found)} in rows of {found}; values would move to other samples"
             )
-        ordinal = counted.sub_(1).clamp_(0, sum(self.lengths) - 1)
-        return self.real_index[ordinal].view(mask.shape).masked_fill(~mask, self.total_tokens)
+        return mask
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.cp_size:
+            raise ValueError(f"rank must lie in [0, {self.cp_size}), got {rank}; another rank's tokens would be taken")
 
     def check_group(self, group: dist.ProcessGroup | None) -> None:
         """Refuses a process group that is not this plan's CP group by size, and a missing one at cp_size > 1."""
@@ -308,7 +338,3 @@ class SequencePlan:
                 f"x must be on the plan's device {self.device}, got {x.device}; "
                 "move the plan once a batch with plan.to(device), a copy for every tensor would stall the step"
             )
-
-
-def _round_up(x: Tensor, multiple: int) -> Tensor:
-    return (x + multiple - 1) // multiple * multiple
