@@ -5,6 +5,8 @@ import pytest
 
 from vlm_cp import report as report_module
 from vlm_cp.cli import main
+from vlm_cp.demo.models import tiny_model
+from vlm_cp.demo.processor import build_processor
 from vlm_cp.parity import Bound, run_parity
 from vlm_cp.report import print_report, write_html, write_json
 from vlm_cp.subject import Candidate, Subject
@@ -26,9 +28,21 @@ def test_parity_writes_what_it_is_asked_to(tmp_path, capsys):
     assert "A rocket leaves its pad" in page.replace("</span>", "").replace("\n", "") or "rocket" in page
 
 
+def test_a_saved_checkpoint_with_its_processor(tmp_path, capsys):
+    processor = build_processor("qwen3_5")
+    tiny_model("qwen3_5", processor.tokenizer).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    assert main(["parity", "--model", str(tmp_path)]) == 0
+    assert "qwen3_5" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            ["parity", "--model", "Qwen/Qwen3-VL-2B-Instruct"],
+            "model must be a folder with a config.json, got Qwen/Qwen3-VL-2B-Instruct; a hub's name is not looked up",
+        ),
         (["parity", "--cp", "0"], "--cp must be at least 1, got 0; there would be no rank to run on"),
         (
             ["parity", "--family", "qwen3_vl", "--cp", "3", "--attention", "all_to_all"],

@@ -44,6 +44,12 @@ def _add_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family", choices=list(FAMILIES), default="qwen3_vl", help="model family (default: %(default)s)"
     )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a saved checkpoint with its processor, in place of --family's small random model",
+    )
     parser.add_argument("--engine", choices=["hf"], default="hf", help="what runs CP=n (default: %(default)s)")
     parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks (default: %(default)s)")
     parser.add_argument(
@@ -77,7 +83,11 @@ def _parity(options: argparse.Namespace, command: str) -> int:
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
     ) as bar:
         task = bar.add_task("building the model and the samples", total=None)
-        subject = Subject.demo(options.family, dtype=_DTYPES[options.dtype], seed=options.seed)
+        dtype = _DTYPES[options.dtype]
+        if options.model:
+            subject = Subject.from_pretrained(options.model, dtype=dtype)
+        else:
+            subject = Subject.demo(options.family, dtype=dtype, seed=options.seed)
         report = run_parity(
             subject,
             cp=options.cp,

@@ -110,10 +110,10 @@ class _Measure:
 
 def _measures(report: ParityReport) -> list[_Measure]:
     names = {
-        "logprob_max_abs": "|logprob difference|, largest",
-        "logprob_mean_abs": "|logprob difference|, mean",
-        "loss_abs": "|loss difference|",
-        "grad_max_rel": "gradient difference, worst parameter, relative",
+        "logprob_max_abs": "logprob |diff|, max",
+        "logprob_mean_abs": "logprob |diff|, mean",
+        "loss_abs": "loss |diff|",
+        "grad_max_rel": "gradient diff, worst relative",
         "grad_norm_ratio": "gradient norm ratio",
     }
     lines: list[_Measure] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_cp.alignment import Alignment
 from vlm_cp.attention import AttentionMethod
@@ -48,6 +50,17 @@ class Subject:
         samples = [encode(processor, conversation) for conversation in demo_conversations()]
         spec = VLMSpec.from_hf_config(model.config)
         return cls(family=family, model=model, spec=spec, samples=samples, tokenizer=processor.tokenizer)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, *, dtype: torch.dtype = torch.float32) -> Subject:
+        """The shipped conversations on a checkpoint: a folder that transformers saved model and processor to."""
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model must be a folder with a config.json, got {folder}; a hub's name is not looked up")
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        processor = AutoProcessor.from_pretrained(folder)
+        spec = VLMSpec.from_hf_config(model.config)
+        samples = [encode(processor, conversation) for conversation in demo_conversations()]
+        return cls(family=spec.family, model=model, spec=spec, samples=samples, tokenizer=processor.tokenizer)
 
     @property
     def pad_token_id(self) -> int:
