@@ -149,7 +149,7 @@ def _chart(report: ParityReport, batch: PackedBatch) -> dict[str, Any]:
     step = max(1, -(-total // _CHART_COLUMNS))
     bound = report.tolerance.logprob_max_abs
     top = log10(max(bound, float(deltas.nan_to_num(1.0).max()), 1e-12)) + 0.3
-    low = top - 5
+    low = min(top - 5, log10(max(bound, 1e-16)) - 0.7)
     width = 1000 / -(-total // step)
 
     def height(value: float) -> float:
