@@ -16,7 +16,7 @@ Fp8Recipe = Literal["delayed", "tensorwise", "mxfp8", "blockwise", "nvfp4"]
 _FP8_MULTIPLE: dict[Fp8Recipe, int] = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 128}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alignment:
     """Which multiples samples and the packed stream are padded to, for one parallel layout.
 

@@ -20,7 +20,7 @@ from vlm_cp.media import MediaTable
 from vlm_cp.plan import SequencePlan
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """A packed batch as every CP rank holds it: the whole stream, media unsplit.
 

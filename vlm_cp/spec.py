@@ -30,7 +30,7 @@ class TowerSpec:
     full_attention_layers: tuple[int, ...] = ()  # layers that do so although window_size is set
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class VLMSpec:
     """What one model family calls its tokens and how it numbers positions.
 
