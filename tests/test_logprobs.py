@@ -1,0 +1,479 @@
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_import import import_megatron
+from ranks import run_ranks
+from rl_ranks import logprobs_on_grid, naive_logprobs
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from vlm_cp.alignment import Alignment
+from vlm_cp.logprobs import (
+    next_token_entropy,
+    next_token_logprobs,
+    next_token_logprobs_and_entropy,
+    next_token_logprobs_and_entropy_from_hidden,
+    next_token_logprobs_from_hidden,
+    output_processor,
+)
+from vlm_cp.plan import SequencePlan
+
+LENGTHS = (1, 13, 2, 7)  # ragged; a sample without a scored slot, and one with a single one
+VOCAB = 11
+
+
+def make_plan(cp_size: int, lengths: tuple[int, ...] = LENGTHS, **options: int) -> SequencePlan:
+    return SequencePlan.from_lengths(lengths, alignment=Alignment(cp_size=cp_size, **options))
+
+
+def make_case(
+    plan: SequencePlan, vocab: int = VOCAB, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """Per sample logits [L, V] and ids [L]; the padded stream's logits [T, V], padding holding NaN, and ids [1, T]."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [3 * torch.randn(n, vocab, generator=generator, dtype=torch.float64).to(dtype) for n in plan.lengths]
+    ids = [torch.randint(vocab, (n,), generator=generator) for n in plan.lengths]
+    return logits, ids, plan.pack(logits, torch.nan), plan.pack(ids, 3)[None]
+
+
+def to_slots(plan: SequencePlan, per_sample: list[Tensor]) -> Tensor:
+    """[T] from B tensors [L_i - 1]: the last slot of a sample holds 0."""
+    return plan.pack([torch.cat([x, x.new_zeros(1)]) for x in per_sample], 0.0)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("chunk_size", [1, 5, 1000], ids=lambda n: f"chunk{n}")
+def test_equals_log_softmax_of_every_sample(cp_size: int, chunk_size: int) -> None:
+    plan = make_plan(cp_size)
+    logits, ids, stream, input_ids = make_case(plan)
+    leaves = [x.clone().requires_grad_() for x in logits]
+    logprobs, entropies = naive_logprobs(leaves, ids)
+    weights = [10.0 ** torch.arange(len(x) % 3, len(x) % 3 + len(x)).remainder(4) for x in logprobs]
+    sum(((2 * x - y) * w).sum() for x, y, w in zip(logprobs, entropies, weights, strict=True)).backward()
+    expected_grad = plan.pack([x.grad for x in leaves], 0.0)
+    slot_weights = to_slots(plan, weights)
+
+    for rank in range(cp_size):
+        own = plan.shard(stream, rank).clone().requires_grad_()
+        found = next_token_logprobs_and_entropy(own[None], input_ids, plan, cp_rank=rank, chunk_size=chunk_size)
+        ((2 * found[0] - found[1]) * plan.shard(slot_weights, rank)).sum().backward()
+        for x, expected in zip(found, (logprobs, entropies), strict=True):
+            torch.testing.assert_close(x, plan.shard(to_slots(plan, expected), rank), rtol=0, atol=1e-14)
+        torch.testing.assert_close(own.grad, plan.shard(expected_grad, rank), rtol=1e-12, atol=1e-12)
+        scored = plan.shard(plan.scored, rank)
+        assert (found[0][~scored] == 0).all()
+        assert (own.grad[~scored] == 0).all()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_single_functions_equal_the_joint_pass(cp_size: int) -> None:
+    plan = make_plan(cp_size)
+    *_, stream, input_ids = make_case(plan)
+    for rank in range(cp_size):
+        grads = []
+        for fn in (next_token_logprobs, next_token_entropy, next_token_logprobs_and_entropy):
+            own = plan.shard(stream, rank).clone().requires_grad_()
+            found = fn(own[None], input_ids, plan, cp_rank=rank)
+            sum(x.sum() for x in (found if isinstance(found, tuple) else (found,))).backward()
+            grads.append((found, own.grad))
+        torch.testing.assert_close(grads[0][0], grads[2][0][0], rtol=0, atol=0)
+        torch.testing.assert_close(grads[1][0], grads[2][0][1], rtol=0, atol=0)
+        torch.testing.assert_close(grads[0][1] + grads[1][1], grads[2][1], rtol=0, atol=1e-14)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    plan = make_plan(2)
+    *_, stream, input_ids = make_case(plan)
+    own = plan.shard(stream, 1).nan_to_num(0.5).requires_grad_()
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return next_token_logprobs_and_entropy(x[None], input_ids, plan, cp_rank=1, chunk_size=6, temperature=0.8)
+
+    assert torch.autograd.gradcheck(both, (own,))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=lambda d: str(d).removeprefix("torch."),
+)
+def test_sums_run_in_float32_or_better(dtype: torch.dtype, expected: torch.dtype) -> None:
+    plan = make_plan(1)
+    _, _, stream, input_ids = make_case(plan, dtype=dtype)
+    stream.requires_grad_()
+    found = next_token_logprobs(stream[None], input_ids, plan, cp_rank=0)
+    found.sum().backward()
+    assert found.dtype == expected
+    assert stream.grad.dtype == dtype
+    exact = next_token_logprobs(stream[None].double(), input_ids, plan, cp_rank=0)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_b15_label_roll_at_chunk_edge(cp_size: int) -> None:
+    """The last slot of a chunk predicts the first token of the next chunk, which another rank holds."""
+    plan = make_plan(cp_size, (8 * cp_size,))
+    ids = torch.arange(8 * cp_size)[None]
+    certain = torch.full((8 * cp_size, 8 * cp_size), -50.0).scatter_(1, ids[0].roll(-1)[:, None], 50.0)
+    for rank in range(cp_size):
+        found = next_token_logprobs(plan.shard(certain, rank)[None], ids, plan, cp_rank=rank)
+        assert found.abs().max() < 1e-6
+        if cp_size > 1:  # what rolling the shard would give
+            local = plan.shard(ids[0], rank).roll(-1)
+            assert (local != plan.shard(ids[0].roll(-1), rank))[plan.shard(plan.scored, rank)].any()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_b16_nothing_leaks_into_the_next_sample(cp_size: int) -> None:
+    plan = make_plan(cp_size)
+    *_, stream, input_ids = make_case(plan)
+    stream = stream.nan_to_num(0.0)
+    changed = input_ids.clone()
+    changed[0, plan.cu_seqlens_padded[1]] = (
+        changed[0, plan.cu_seqlens_padded[1]] + 1
+    ) % VOCAB  # sample 1's first token
+    for rank in range(cp_size):
+        own = plan.shard(stream, rank)[None]
+        before, after = (next_token_logprobs(own, x, plan, cp_rank=rank) for x in (input_ids, changed))
+        torch.testing.assert_close(before, after, rtol=0, atol=0)  # a first token is no slot's target
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_b17_response_of_one_token_is_one_term_at_the_slot_before_it(cp_size: int) -> None:
+    plan = make_plan(cp_size, (5, 9))
+    logits, ids, stream, input_ids = make_case(plan)
+    response = torch.zeros(plan.total_tokens, dtype=torch.bool)
+    response[plan.cu_seqlens_padded[1] + 8] = True  # the second sample's last token
+    slots = response.roll(-1) & plan.scored
+    terms, touched = [], []
+    for rank in range(cp_size):
+        own = plan.shard(stream, rank).clone().requires_grad_()
+        found = next_token_logprobs(own[None], input_ids, plan, cp_rank=rank)
+        loss = found.where(plan.shard(slots, rank), 0).sum()
+        loss.backward()
+        terms.append(loss.detach())
+        touched += plan.local_index(rank)[(own.grad != 0).any(1)].tolist()
+    expected = naive_logprobs(logits, ids)[0][1][-1]
+    torch.testing.assert_close(sum(terms), expected, rtol=0, atol=1e-14)
+    assert touched == [int(plan.cu_seqlens_padded[1]) + 7]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_b18_sample_without_a_scored_slot_gives_zero_and_no_gradient(cp_size: int) -> None:
+    plan = make_plan(cp_size, (1,))
+    *_, stream, input_ids = make_case(plan)
+    for rank in range(cp_size):
+        own = plan.shard(stream, rank).clone().requires_grad_()
+        logprobs, entropy = next_token_logprobs_and_entropy(own[None], input_ids, plan, cp_rank=rank)
+        (logprobs.sum() + entropy.sum()).backward()
+        assert (logprobs == 0).all()
+        assert (entropy == 0).all()
+        assert (own.grad == 0).all()
+
+
+def test_b19_tp_times_cp_equals_one_process() -> None:
+    """2 x 2 ranks, padded vocabulary, both ways in; the target of a slot is on the other TP rank half of the time."""
+    lengths, vocab, real, width = LENGTHS, 12, 9, 6
+    generator = torch.Generator().manual_seed(0)
+    n = sum(lengths)
+    hidden = torch.randn(n, width, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64)
+    ids = torch.randint(real, (n,), generator=generator)
+    weights = 10.0 ** torch.randint(3, (2, n), generator=generator).double()
+    per_rank = run_ranks(4, logprobs_on_grid, 2, 2, lengths, hidden, weight, ids, weights, real, "cpu")
+
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = (h @ w.T)[:, :real].split(list(lengths))
+    logprobs, entropy = naive_logprobs(logits, ids.split(list(lengths)), 0.7)
+    split_weights = [x[:, :-1] for x in weights.split(list(lengths), 1)]
+    torch.cat(
+        [(torch.stack([x, y]) * z).sum()[None] for x, y, z in zip(logprobs, entropy, split_weights, strict=True)]
+    ).sum().backward()
+    plan = make_plan(2, lengths, tp_size=2, sequence_parallel=True)
+    hidden_grad = plan.pack(h.grad.split(list(lengths)), 0.0)
+    for rank, found in enumerate(per_rank):
+        cp_rank, tp_rank = divmod(rank, 2)
+        for case in ("logits", "hidden", "sequence_parallel"):
+            for name, expected in (("logprobs", logprobs), ("entropy", entropy)):
+                own = plan.shard(to_slots(plan, expected), cp_rank)
+                torch.testing.assert_close(found[f"{case}.{name}"], own, rtol=0, atol=1e-13)
+            own = plan.shard(hidden_grad, cp_rank)
+            own = own.chunk(2)[tp_rank] if case == "sequence_parallel" else own
+            torch.testing.assert_close(found[f"{case}.rows"], own, rtol=1e-12, atol=1e-11)
+    for tp_rank in range(2):
+        for case in ("logits", "hidden", "sequence_parallel"):
+            joined = sum(per_rank[2 * c + tp_rank][f"{case}.columns"] for c in range(2))
+            torch.testing.assert_close(joined, w.grad.chunk(2)[tp_rank], rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("vocab_size", [VOCAB, 7], ids=["all", "padded"])
+def test_b20_masked_logits_give_no_nan(cp_size: int, vocab_size: int) -> None:
+    """Top-k sets logits to -inf: also a target's own, and all but one."""
+    plan = make_plan(cp_size)
+    logits, ids, _, input_ids = make_case(plan)
+    masked = [
+        x.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.6, -torch.inf) for x in logits
+    ]
+    masked[3][2] = -torch.inf  # nothing is possible
+    masked[3][3] = -torch.inf
+    masked[3][3, ids[3][4] % vocab_size] = 1.5  # one token is certain
+    stream = plan.pack(masked, -torch.inf)
+    for rank in range(cp_size):
+        own = plan.shard(stream, rank).clone().requires_grad_()
+        logprobs, entropy = next_token_logprobs_and_entropy(
+            own[None], input_ids, plan, cp_rank=rank, vocab_size=vocab_size, chunk_size=4
+        )
+        assert not logprobs.isnan().any()
+        assert entropy.isfinite().all()
+        (17 * torch.where(logprobs.isfinite(), logprobs, 0).sum() + 23 * entropy.sum()).backward()
+        assert own.grad.isfinite().all()
+        assert (own.grad[own == -torch.inf] == 0).all()
+        reference = plan.shard(plan.pack([x[:, :vocab_size] for x in masked], -torch.inf), rank)
+        table = torch.log_softmax(reference, -1)
+        target = plan.shard(input_ids[0].roll(-1), rank)
+        expected = torch.where(
+            target < vocab_size, table.gather(1, target.clamp(max=vocab_size - 1)[:, None])[:, 0], -torch.inf
+        )
+        ok = plan.shard(plan.scored, rank) & (reference > -torch.inf).any(1)
+        torch.testing.assert_close(logprobs[ok], expected[ok], rtol=0, atol=1e-13)
+        assert (logprobs[plan.shard(plan.scored, rank) & ~ok] == -torch.inf).all()
+
+
+def test_a_target_beyond_the_vocabulary_is_impossible_not_somebody_elses() -> None:
+    plan = make_plan(1, (3,))
+    logits = torch.randn(1, 3, VOCAB, requires_grad=True)
+    found = next_token_logprobs(logits, torch.tensor([[0, VOCAB, 4]]), plan, cp_rank=0)
+    assert found[0] == -torch.inf
+    assert found[1].isfinite()
+    (found * torch.tensor([torch.nan, 1.0, 1.0])).sum().backward()
+    assert (logits.grad[0, 0] == 0).all()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_temperature_per_token(cp_size: int) -> None:
+    plan = make_plan(cp_size)
+    *_, stream, input_ids = make_case(plan)
+    temperature = torch.tensor([0.5, 2.0, 1.0])[torch.arange(plan.total_tokens) % 3].where(plan.scored, 0.0)
+    for rank in range(cp_size):
+        own = plan.shard(stream, rank).clone().requires_grad_()
+        found = next_token_logprobs_and_entropy(own[None], input_ids, plan, cp_rank=rank, temperature=temperature)
+        sum(x.sum() for x in found).backward()
+        divided = plan.shard(stream, rank).clone().requires_grad_()
+        scale = plan.shard(temperature.where(plan.scored, 1.0), rank)[:, None].double()
+        expected = next_token_logprobs_and_entropy((divided / scale)[None], input_ids, plan, cp_rank=rank)
+        sum(x.sum() for x in expected).backward()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(own.grad.nan_to_num(0), divided.grad.nan_to_num(0), rtol=1e-12, atol=1e-14)
+
+
+def test_inplace_backward_writes_over_the_logits() -> None:
+    plan = make_plan(2)
+    *_, stream, input_ids = make_case(plan)
+    grads = []
+    for inplace in (False, True):
+        hidden = plan.shard(stream, 0).nan_to_num(0).requires_grad_()
+        logits = 2 * hidden
+        logits.retain_grad()
+        found = next_token_logprobs_and_entropy(logits[None], input_ids, plan, cp_rank=0, inplace_backward=inplace)
+        sum(x.sum() for x in found).backward()
+        grads.append(hidden.grad)
+        assert torch.equal(logits, logits.grad) == inplace
+    assert torch.equal(*grads)
+
+
+def test_inplace_backward_is_noticed_by_whoever_saved_the_logits() -> None:
+    plan = make_plan(1)
+    *_, stream, input_ids = make_case(plan)
+    logits = 2 * stream.nan_to_num(0).requires_grad_()
+    z_loss = logits.square().sum()
+    found = next_token_logprobs(logits[None], input_ids, plan, cp_rank=0, inplace_backward=True)
+    found.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z_loss.backward()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("chunk_size", [3, 1000], ids=lambda n: f"chunk{n}")
+def test_from_hidden_equals_from_logits(cp_size: int, chunk_size: int) -> None:
+    plan = make_plan(cp_size)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(plan.total_tokens, 6, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCAB, 6, generator=generator, dtype=torch.float64)
+    *_, input_ids = make_case(plan)
+    for rank in range(cp_size):
+        results = []
+        for fused in (False, True):
+            own, columns = plan.shard(hidden, rank).requires_grad_(), weight.clone().requires_grad_()
+            if fused:
+                found = next_token_logprobs_and_entropy_from_hidden(
+                    own[None], columns, input_ids, plan, cp_rank=rank, chunk_size=chunk_size, vocab_size=9
+                )
+            else:
+                logits = (own @ columns.T)[None]
+                found = next_token_logprobs_and_entropy(logits, input_ids, plan, cp_rank=rank, vocab_size=9)
+            (100 * found[0].where(found[0].isfinite(), 0).sum() + found[1].sum()).backward()
+            results.append((*found, own.grad, columns.grad))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_from_hidden_leaves_a_frozen_output_layer_alone() -> None:
+    plan = make_plan(1)
+    *_, input_ids = make_case(plan)
+    hidden, weight = torch.randn(1, plan.total_tokens, 6, requires_grad=True), torch.randn(VOCAB, 6)
+    next_token_logprobs_from_hidden(hidden, weight, input_ids, plan, cp_rank=0).sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def peak_bytes(fn) -> int:
+    """The most memory above the start that `fn` held at any moment, temporaries of every operator included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        fn()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["logprob", "with-entropy"])
+def test_memory_is_one_chunk_and_one_gradient(entropy: bool) -> None:
+    """Above the logits: one chunk without grad; a gradient and a chunk with backward; one chunk with inplace_backward."""
+    vocab, chunk_size, n = 16384, 16, 256
+    plan = make_plan(1, (n,))
+    input_ids = torch.randint(vocab, (1, n))
+    logits_bytes, chunk_bytes = n * vocab * 2, chunk_size * vocab * 4
+    slots_bytes = chunk_bytes // 8  # a few dozen numbers a slot: targets, masks, sums
+    fn = next_token_logprobs_and_entropy if entropy else next_token_logprobs
+
+    def run(logits: Tensor, **options: bool) -> None:
+        found = fn(logits, input_ids, plan, cp_rank=0, chunk_size=chunk_size, **options)
+        if logits.requires_grad:
+            sum(x.sum() for x in (found if entropy else (found,))).backward()
+
+    leaf = torch.randn(1, n, vocab).bfloat16().requires_grad_()
+    logits = leaf * 1
+    assert peak_bytes(lambda: run(leaf.detach())) < chunk_bytes + slots_bytes
+    assert peak_bytes(lambda: run(leaf)) < logits_bytes + chunk_bytes + slots_bytes
+    assert peak_bytes(lambda: run(logits, inplace_backward=True)) < logits_bytes + chunk_bytes + slots_bytes
+
+    class Sink(torch.autograd.Function):  # takes the gradient without copying it, as a fused output layer does
+        @staticmethod
+        def forward(ctx, x):
+            return logits.detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.zeros(1)
+
+    source = torch.zeros(1, requires_grad=True)
+    assert peak_bytes(lambda: run(Sink.apply(source), inplace_backward=True)) < chunk_bytes + slots_bytes
+
+
+def test_memory_from_hidden_never_holds_the_logits() -> None:
+    vocab, width, chunk_size, n = 16384, 2, 16, 256
+    plan = make_plan(1, (n,))
+    input_ids = torch.randint(vocab, (1, n))
+    hidden = torch.randn(1, n, width).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, width).bfloat16().requires_grad_()
+
+    def run() -> None:
+        next_token_logprobs_from_hidden(
+            hidden, weight, input_ids, plan, cp_rank=0, chunk_size=chunk_size
+        ).sum().backward()
+
+    chunks = chunk_size * vocab * (4 + 2)  # the product in bfloat16 and its float32 copy
+    gradients = vocab * width * (4 + 2 + 2) + n * width * 2  # float32 sums, a chunk's part, the result
+    assert peak_bytes(run) < chunks + gradients + chunks // 16 < n * vocab * 2 / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0; no slot would ever be computed"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0; likely tokens would become unlikely, or NaN"),
+        (
+            {"temperature": torch.tensor([1.0, -1.0, 0.0])},
+            "temperature must be positive, got -1.0; likely tokens would become unlikely, or NaN",
+        ),
+        (
+            {"vocab_size": 12},
+            "vocab_size must lie in [1, 11], the columns of all TP ranks, got 12; "
+            "the padding columns would not be where they are looked for",
+        ),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_options_are_refused(options: dict, message: str) -> None:
+    plan = make_plan(1, (3,))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        next_token_logprobs(torch.zeros(1, 3, VOCAB), torch.zeros(1, 3, dtype=torch.int64), plan, cp_rank=0, **options)
+    assert str(error.value) == message
+
+
+def test_shards_in_place_of_streams_are_refused() -> None:
+    plan = make_plan(2, (8,))
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^input_ids must be the full stream \[1, 8\], got \(1, 4\); targets rolled"):
+        next_token_logprobs(torch.zeros(1, 4, VOCAB), ids[:, :4], plan, cp_rank=0)
+    with pytest.raises(
+        ValueError,
+        match=r"^logits_local must have shape \[1, 4, \.\.\.\], one row a slot of this rank, got \(1, 8, 11\)",
+    ):
+        next_token_logprobs(torch.zeros(1, 8, VOCAB), ids, plan, cp_rank=0)
+    with pytest.raises(
+        ValueError, match=r"^hidden_local must have shape \[1, 4, \.\.\.\], one row a slot of this rank, got \(4, 6\)"
+    ):
+        next_token_logprobs_from_hidden(torch.zeros(4, 6), torch.zeros(VOCAB, 6), ids, plan, cp_rank=0)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("tied", [False, True], ids=["own-weight", "tied"])
+def test_output_processor_in_the_place_of_megatrons_output_layer(cp_size: int, tied: bool) -> None:
+    """Through GPTModel's own `_postprocess`, the code that calls it; width scaling (muP) included."""
+    gpt_model = import_megatron("megatron.core.models.gpt.gpt_model")
+    plan = make_plan(cp_size)
+    *_, input_ids = make_case(plan)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(plan.total_tokens, 6, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCAB, 6, generator=generator, dtype=torch.float64)
+    config = SimpleNamespace(mtp_num_layers=None, use_mup=True, mup_output_mult=0.5)
+    model = SimpleNamespace(
+        config=config,
+        post_process=True,
+        share_embeddings_and_output_weights=tied,
+        shared_embedding_or_output_weight=lambda: weight,
+        output_layer=SimpleNamespace(weight=None if tied else weight, bias=None, sequence_parallel=False),
+        compute_language_model_loss=None,
+        _scale_logits=None,
+    )
+    unused = dict.fromkeys(
+        inspect.signature(gpt_model.GPTModel._postprocess).parameters.keys() - {"self", "hidden_states"}
+    )
+    for rank in range(cp_size):
+        processor = output_processor(input_ids, plan, cp_rank=rank, temperature=0.7, entropy=True, chunk_size=4)
+        own = plan.shard(hidden, rank)
+        given = {**unused, "hidden_states": own[:, None], "output_processor": processor}
+        found = gpt_model.GPTModel._postprocess(model, **given)
+        logits = (0.5 * own @ weight.T)[None]
+        expected = next_token_logprobs_and_entropy(logits, input_ids, plan, cp_rank=rank, temperature=0.7)
+        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-13)
+
+
+def test_output_processor_refuses_what_it_would_leave_out() -> None:
+    plan = make_plan(1, (3,))
+    processor = output_processor(torch.zeros(1, 3, dtype=torch.int64), plan, cp_rank=0)
+    layer = torch.nn.Linear(4, VOCAB)
+    message = "output_layer must hold a weight and no bias, got Linear; a bias or an adapter would be left out of the logprobs"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        processor(hidden_states=torch.zeros(3, 1, 4), output_layer=layer, output_weight=None, config=None)
