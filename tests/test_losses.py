@@ -20,6 +20,7 @@ from vlm_cp.losses import (
     local_count,
     replicated_loss,
     sequence_loss,
+    sequence_sum,
     token_loss,
 )
 from vlm_cp.plan import SequencePlan
@@ -181,7 +182,7 @@ def test_contract_reads_what_megatron_fsdp_froze() -> None:
 
 
 def make_loss(value: float = 6.0, count: int = 3) -> TokenLoss:
-    return TokenLoss(torch.tensor(value, requires_grad=True) * 1, torch.tensor(count))
+    return TokenLoss(torch.tensor(value, requires_grad=True) * 1, torch.tensor(count, dtype=torch.int32))
 
 
 def test_emitters_return_what_may_be_scaled_in_place() -> None:
@@ -252,6 +253,15 @@ def test_b28_fractional_masks_weigh_and_count_once() -> None:
     assert terms.grad[[2, 4, 6]].tolist() == [0, 0, 0]
     sequence = sequence_loss(torch.tensor([3.0, 5.0, 7.0]), cp_rank=0, cp_size=1, mask=torch.tensor([0.5, 0.0, 1.0]))
     assert (sequence.local_sum.item(), sequence.local_count.item()) == (8.5, 2)
+
+
+def test_what_is_masked_out_of_a_sequence_may_hold_anything() -> None:
+    plan = SequencePlan.from_lengths([2, 3])
+    terms = torch.tensor([1.0, torch.nan, 10.0, torch.inf, 100.0], requires_grad=True)
+    sums = sequence_sum(terms, plan, torch.tensor([1.0, 0, 1, 0, 0.5]), None)
+    sums.sum().backward()
+    assert sums.tolist() == [1, 60]
+    assert terms.grad.tolist() == [1, 0, 1, 0, 0.5]
 
 
 def test_empty_samples_count_or_not_as_asked() -> None:
