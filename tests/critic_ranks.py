@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,14 +94,37 @@ def packed(data: CriticData, chosen: Sequence[int], cp_size: int, spec: VLMSpec)
     return replace(batch, token_extras=streams, **pixels)
 
 
+def check_critic(
+    run_ranks: Callable[..., list[Any]], family: str, cases: Sequence[tuple[int, int]], device: str, tolerance: float
+) -> None:
+    """(cp_size, micro-batches) of `critic_on_ranks` against `naive_critic`: values, every parameter's gradient, its norm."""
+    data = make_critic_data(family)
+    expected, gradients = naive_critic(data)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    for cp_size, microbatches in cases:
+        more = {} if device == "cpu" else {"device": device}
+        for values, found, wrong in run_ranks(cp_size, critic_on_ranks, cp_size, microbatches, data, device, **more):
+            for x, y in zip(values, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=tolerance)
+            assert found.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-9)
+                assert error < 100 * tolerance, f"{name}: {error}"
+            found_norm = torch.stack([g.norm() for g in found.values()]).norm()
+            torch.testing.assert_close(found_norm, norm, rtol=tolerance, atol=0)
+            if cp_size > 1:  # shifted on the shard, values are another token's
+                assert max((x - y).abs().max() for x, y in zip(wrong, expected, strict=True)) > 0.1
+
+
 def critic_on_ranks(
-    rank: int, cp_size: int, num_microbatches: int, data: CriticData
+    rank: int, cp_size: int, num_microbatches: int, data: CriticData, device: str = "cpu"
 ) -> tuple[list[Tensor], dict[str, Tensor], list[Tensor]]:
     """Values of all samples, gradients after the ranks' sum, and values as shifting the shard would give them."""
     group = dist.group.WORLD if cp_size > 1 else None
     model, spec = build_critic(data)
+    model.to(device)
     order = torch.arange(len(data.samples)).tensor_split(num_microbatches)
-    batches = [packed(data, part.tolist(), cp_size, spec) for part in order]
+    batches = [packed(data, part.tolist(), cp_size, spec).to(device) for part in order]
     count = sum(int(m[1:].sum()) for m in data.masks)
     values: list[Tensor] = []
     wrong: list[Tensor] = []
@@ -123,4 +147,5 @@ def critic_on_ranks(
             rolled = torch.cat([local.new_zeros(1), local[:-1]])
             wrong += unpack(rolled, batch.plan, group=group)
         engine.sync_gradients(group)
-    return values, flat_gradients(model), wrong
+    gradients = {name: x.cpu() for name, x in flat_gradients(model).items()}
+    return [x.cpu() for x in values], gradients, [x.cpu() for x in wrong]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -111,6 +111,96 @@ def logprobs_on_grid(
             dist.all_reduce(rows.grad, group=tp_group)
         out[f"{case}.logprobs"], out[f"{case}.entropy"] = (x.detach().cpu() for x in found)
         out[f"{case}.rows"], out[f"{case}.columns"] = rows.grad.cpu(), columns.grad.cpu()
+    return out
+
+
+def to_slots(plan: SequencePlan, per_sample: list[Tensor]) -> Tensor:
+    """[T] from B tensors [L_i - 1]: the last slot of a sample holds 0."""
+    return plan.pack([torch.cat([x, x.new_zeros(1)]) for x in per_sample], 0.0)
+
+
+def check_grid(run_ranks: Callable[..., list[Any]], device: str, cp_size: int = 2, tp_size: int = 2) -> None:
+    """`logprobs_on_grid` against one process: padded vocabulary, every way in; often the target is another TP rank's."""
+    lengths, vocab, real, width = (1, 13, 2, 7), 12, 9, 6
+    generator = torch.Generator().manual_seed(0)
+    n = sum(lengths)
+    hidden = torch.randn(n, width, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64)
+    ids = torch.randint(real, (n,), generator=generator)
+    weights = 10.0 ** torch.randint(3, (2, n), generator=generator).double()
+    job = (cp_size, tp_size, lengths, hidden, weight, ids, weights, real, device)
+    per_rank = run_ranks(cp_size * tp_size, logprobs_on_grid, *job, **({} if device == "cpu" else {"device": device}))
+
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = (h @ w.T)[:, :real].split(list(lengths))
+    logprobs, entropy = naive_logprobs(logits, ids.split(list(lengths)), 0.7)
+    split_weights = [x[:, :-1] for x in weights.split(list(lengths), 1)]
+    torch.cat(
+        [(torch.stack([x, y]) * z).sum()[None] for x, y, z in zip(logprobs, entropy, split_weights, strict=True)]
+    ).sum().backward()
+    plan = SequencePlan.from_lengths(
+        lengths, alignment=Alignment(cp_size=cp_size, tp_size=tp_size, sequence_parallel=True)
+    )
+    hidden_grad = plan.pack(h.grad.split(list(lengths)), 0.0)
+    for rank, found in enumerate(per_rank):
+        cp_rank, tp_rank = divmod(rank, tp_size)
+        for case in ("logits", "hidden", "sequence_parallel"):
+            for name, expected in (("logprobs", logprobs), ("entropy", entropy)):
+                own = plan.shard(to_slots(plan, expected), cp_rank)
+                torch.testing.assert_close(found[f"{case}.{name}"], own, rtol=0, atol=1e-13)
+            own = plan.shard(hidden_grad, cp_rank)
+            own = own.chunk(tp_size)[tp_rank] if case == "sequence_parallel" else own
+            torch.testing.assert_close(found[f"{case}.rows"], own, rtol=1e-12, atol=1e-11)
+    for tp_rank in range(tp_size):
+        for case in ("logits", "hidden", "sequence_parallel"):
+            joined = sum(per_rank[tp_size * c + tp_rank][f"{case}.columns"] for c in range(cp_size))
+            torch.testing.assert_close(joined, w.grad.chunk(tp_size)[tp_rank], rtol=1e-12, atol=1e-11)
+
+
+class GivesItsGradientAway(torch.autograd.Function):
+    """`logits` as an output layer would return them, which takes their gradient without keeping a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_zeros(1), None
+
+
+def logprob_memory_on_gpu(rank: int, tokens: int, vocab: int, width: int, chunk_size: int) -> dict[str, int]:
+    """Most bytes held above what was there before, by how logprobs and entropies are computed, from bfloat16."""
+    plan = SequencePlan.from_lengths([tokens]).to("cuda")
+    input_ids = torch.randint(vocab, (1, tokens), device="cuda")
+    logits = torch.randn(1, tokens, vocab, dtype=torch.bfloat16, device="cuda")
+    hidden = torch.randn(1, tokens, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    options: dict[str, Any] = {"cp_rank": 0, "chunk_size": chunk_size}
+    out: dict[str, int] = {}
+
+    def measure(name: str, run: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logprobs, entropies = run()
+        if logprobs.requires_grad:
+            (logprobs.sum() + entropies.sum()).backward()
+        torch.cuda.synchronize()
+        out[name] = torch.cuda.max_memory_allocated() - before
+
+    def from_logits(**more: bool) -> tuple[Tensor, Tensor]:
+        source = torch.zeros(1, device="cuda", requires_grad=bool(more))
+        given = GivesItsGradientAway.apply(source, logits)
+        assert isinstance(given, Tensor)
+        return next_token_logprobs_and_entropy(given, input_ids, plan, **options, **more)
+
+    measure("no_grad", from_logits)
+    measure("backward", lambda: from_logits(inplace_backward=False))
+    measure("inplace_backward", lambda: from_logits(inplace_backward=True))
+    measure(
+        "from_hidden", lambda: next_token_logprobs_and_entropy_from_hidden(hidden, weight, input_ids, plan, **options)
+    )
     return out
 
 

@@ -5,11 +5,12 @@ import pytest
 import torch
 from megatron_import import import_megatron
 from ranks import run_ranks
-from rl_ranks import logprobs_on_grid, naive_logprobs
+from rl_ranks import GivesItsGradientAway, check_grid, naive_logprobs, to_slots
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from vlm_cp.alignment import Alignment
+from vlm_cp.batch import postprocess_packed_seqs
 from vlm_cp.logprobs import (
     next_token_entropy,
     next_token_logprobs,
@@ -36,11 +37,6 @@ def make_case(
     logits = [3 * torch.randn(n, vocab, generator=generator, dtype=torch.float64).to(dtype) for n in plan.lengths]
     ids = [torch.randint(vocab, (n,), generator=generator) for n in plan.lengths]
     return logits, ids, plan.pack(logits, torch.nan), plan.pack(ids, 3)[None]
-
-
-def to_slots(plan: SequencePlan, per_sample: list[Tensor]) -> Tensor:
-    """[T] from B tensors [L_i - 1]: the last slot of a sample holds 0."""
-    return plan.pack([torch.cat([x, x.new_zeros(1)]) for x in per_sample], 0.0)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -145,6 +141,35 @@ def test_b16_nothing_leaks_into_the_next_sample(cp_size: int) -> None:
         torch.testing.assert_close(before, after, rtol=0, atol=0)  # a first token is no slot's target
 
 
+def rows_on_rank(rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    """Logprobs as left-padded rows [B, S - 1] on every rank, and this rank's gradient of a loss that all ranks compute."""
+    plan = make_plan(cp_size)
+    *_, stream, input_ids = make_case(plan)
+    own = plan.shard(stream, rank).clone().requires_grad_()
+    group = torch.distributed.group.WORLD if cp_size > 1 else None
+    found = next_token_logprobs(own[None], input_ids, plan, cp_rank=rank)
+    rows = postprocess_packed_seqs(found, plan, LEFT_PADDED, group=group)[:, :-1]
+    (rows * 10.0 ** torch.arange(len(LENGTHS))[:, None]).sum().backward()
+    return rows.detach(), own.grad
+
+
+LEFT_PADDED = torch.arange(15) >= 15 - torch.tensor(LENGTHS)[:, None]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_b16_rows_hold_the_logprob_of_token_j_plus_1_at_column_j(cp_size: int) -> None:
+    plan = make_plan(cp_size)
+    logits, ids, *_ = make_case(plan)
+    leaves = [x.clone().requires_grad_() for x in logits]
+    logprobs, _ = naive_logprobs(leaves, ids)
+    expected = torch.stack([torch.cat([x.new_zeros(14 - len(x)), x]) for x in logprobs])
+    sum(10.0**i * x.sum() for i, x in enumerate(logprobs)).backward()
+    gradient = plan.pack([x.grad for x in leaves], 0.0)
+    for rank, (rows, grad) in enumerate(run_ranks(cp_size, rows_on_rank, cp_size)):
+        torch.testing.assert_close(rows, expected.detach(), rtol=0, atol=1e-14)
+        torch.testing.assert_close(grad, plan.shard(gradient, rank), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_b17_response_of_one_token_is_one_term_at_the_slot_before_it(cp_size: int) -> None:
     plan = make_plan(cp_size, (5, 9))
@@ -180,37 +205,7 @@ def test_b18_sample_without_a_scored_slot_gives_zero_and_no_gradient(cp_size: in
 
 def test_b19_tp_times_cp_equals_one_process() -> None:
     """2 x 2 ranks, padded vocabulary, both ways in; the target of a slot is on the other TP rank half of the time."""
-    lengths, vocab, real, width = LENGTHS, 12, 9, 6
-    generator = torch.Generator().manual_seed(0)
-    n = sum(lengths)
-    hidden = torch.randn(n, width, generator=generator, dtype=torch.float64)
-    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64)
-    ids = torch.randint(real, (n,), generator=generator)
-    weights = 10.0 ** torch.randint(3, (2, n), generator=generator).double()
-    per_rank = run_ranks(4, logprobs_on_grid, 2, 2, lengths, hidden, weight, ids, weights, real, "cpu")
-
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logits = (h @ w.T)[:, :real].split(list(lengths))
-    logprobs, entropy = naive_logprobs(logits, ids.split(list(lengths)), 0.7)
-    split_weights = [x[:, :-1] for x in weights.split(list(lengths), 1)]
-    torch.cat(
-        [(torch.stack([x, y]) * z).sum()[None] for x, y, z in zip(logprobs, entropy, split_weights, strict=True)]
-    ).sum().backward()
-    plan = make_plan(2, lengths, tp_size=2, sequence_parallel=True)
-    hidden_grad = plan.pack(h.grad.split(list(lengths)), 0.0)
-    for rank, found in enumerate(per_rank):
-        cp_rank, tp_rank = divmod(rank, 2)
-        for case in ("logits", "hidden", "sequence_parallel"):
-            for name, expected in (("logprobs", logprobs), ("entropy", entropy)):
-                own = plan.shard(to_slots(plan, expected), cp_rank)
-                torch.testing.assert_close(found[f"{case}.{name}"], own, rtol=0, atol=1e-13)
-            own = plan.shard(hidden_grad, cp_rank)
-            own = own.chunk(2)[tp_rank] if case == "sequence_parallel" else own
-            torch.testing.assert_close(found[f"{case}.rows"], own, rtol=1e-12, atol=1e-11)
-    for tp_rank in range(2):
-        for case in ("logits", "hidden", "sequence_parallel"):
-            joined = sum(per_rank[2 * c + tp_rank][f"{case}.columns"] for c in range(2))
-            torch.testing.assert_close(joined, w.grad.chunk(2)[tp_rank], rtol=1e-12, atol=1e-11)
+    check_grid(run_ranks, "cpu")
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -367,17 +362,9 @@ def test_memory_is_one_chunk_and_one_gradient(entropy: bool) -> None:
     assert peak_bytes(lambda: run(leaf)) < logits_bytes + chunk_bytes + slots_bytes
     assert peak_bytes(lambda: run(logits, inplace_backward=True)) < logits_bytes + chunk_bytes + slots_bytes
 
-    class Sink(torch.autograd.Function):  # takes the gradient without copying it, as a fused output layer does
-        @staticmethod
-        def forward(ctx, x):
-            return logits.detach()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return torch.zeros(1)
-
     source = torch.zeros(1, requires_grad=True)
-    assert peak_bytes(lambda: run(Sink.apply(source), inplace_backward=True)) < chunk_bytes + slots_bytes
+    given = GivesItsGradientAway.apply(source, logits.detach())
+    assert peak_bytes(lambda: run(given, inplace_backward=True)) < chunk_bytes + slots_bytes
 
 
 def test_memory_from_hidden_never_holds_the_logits() -> None:

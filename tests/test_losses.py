@@ -6,7 +6,7 @@ import torch
 from contract_ranks import MODULES, contract_errors, fake_model, router_gradient
 from megatron_import import import_megatron
 from ranks import run_ranks
-from rl_ranks import KINDS, LossData, gradients_on_grid, make_loss_data, naive_losses, wrong_gradients
+from rl_ranks import KINDS, LossData, gradients_on_grid, make_loss_data, naive_losses, split_samples, wrong_gradients
 from torch import Tensor
 
 from vlm_cp.alignment import Alignment
@@ -321,3 +321,16 @@ def test_megatrons_accumulator_takes_our_counts_and_not_floats() -> None:
     assert total.item() == 3
     with pytest.raises(RuntimeError, match="can't be cast"):
         total += torch.tensor(3.0)
+
+
+def test_b26_the_grid_above_holds_ranks_and_micro_batches_with_nothing_to_score() -> None:
+    data = make_loss_data()
+    micro_batches = [part for m in (1, 2, 3) for part in split_samples(len(data.ids), 4 * m)]
+    assert any(not any(data.masks[i].any() for i in part) for part in micro_batches)
+    idle = 0
+    for part in micro_batches:
+        plan = SequencePlan.from_lengths([len(data.ids[i]) for i in part], alignment=Alignment(cp_size=4))
+        mask = plan.pack([data.masks[i] for i in part], False)
+        scored = [bool(plan.shard(mask, rank).any()) for rank in range(4)]
+        idle += any(scored) and not all(scored)
+    assert idle

@@ -70,7 +70,7 @@ def make_pack(cp_size: int) -> tuple[SequencePlan, Tensor, Batch]:
     rows = {key: torch.randn(shape, generator=generator, dtype=torch.float64) for key in ("returns", "values")}
     real = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
     mask = real & (torch.rand(shape, generator=generator) < 0.7)
-    mask[:, 0] = False
+    mask[:, 0] = torch.tensor([False, True, True, False])  # the framework counts a first token, whose value is 0
     data = {
         "input_ids": torch.zeros(shape, dtype=torch.int64),
         "token_mask": mask.double(),

@@ -189,6 +189,17 @@ def test_what_cannot_work_is_refused(act, message: str) -> None:
     assert str(error.value) == message
 
 
+def test_a_root_without_a_language_model_gets_no_head() -> None:
+    """A VLM's root on ranks that only encode: a head set there would never be called."""
+    root = FakeGPT()
+    del root.output_layer
+    root.language_model = None
+    with pytest.raises(
+        ValueError, match=r"^model_chunks must hold a Megatron GPTModel, itself or as language_model, got FakeGPT;"
+    ):
+        value_head()([root])
+
+
 def make_wrapped() -> nn.Module:
     wrapped = nn.Module()
     wrapped.module, wrapped.ddp_config = FakeGPT(), SimpleNamespace()

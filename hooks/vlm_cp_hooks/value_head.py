@@ -163,7 +163,8 @@ def _language_model(chunk: Any) -> tuple[str, Any]:
         path, chunk = f"{path}module.", chunk.module
     if isinstance(getattr(chunk, "language_model", None), nn.Module):
         path, chunk = f"{path}language_model.", chunk.language_model
-    if not hasattr(chunk, "post_process") or not hasattr(chunk, "pg_collection"):
+    headless = getattr(chunk, "post_process", False) and not hasattr(chunk, "output_layer")
+    if headless or not hasattr(chunk, "post_process") or not hasattr(chunk, "pg_collection"):
         raise ValueError(
             f"model_chunks must hold a Megatron GPTModel, itself or as language_model, got {type(chunk).__name__}; "
             "its output layer cannot be found"
