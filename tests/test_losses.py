@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract_ranks import MODULES, contract_errors, fake_model, router_gradient
+from loss_ranks import KINDS, LossData, gradients_on_grid, make_loss_data, naive_losses, split_samples, wrong_gradients
 from megatron_import import import_megatron
 from ranks import run_ranks
-from rl_ranks import KINDS, LossData, gradients_on_grid, make_loss_data, naive_losses, split_samples, wrong_gradients
 from torch import Tensor
 
 from vlm_cp.alignment import Alignment

@@ -2,8 +2,8 @@
 
 import pytest
 from critic_ranks import check_critic
+from logprob_ranks import check_grid, logprob_memory_on_gpu
 from ranks import run_ranks
-from rl_ranks import check_grid, logprob_memory_on_gpu
 
 
 @pytest.mark.gpu(2)
