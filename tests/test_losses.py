@@ -306,8 +306,13 @@ def test_replicated_loss_counts_once_and_keeps_every_ranks_gradient() -> None:
             lambda: token_loss(torch.ones(3), SequencePlan.from_lengths([3]), torch.ones(3), cp_rank=0),
             "loss_mask must be the full stream's [1, 3], got (3,); a rank's shard of it would be weighed by its own tokens only",
         ),
+        (
+            lambda: local_count(SequencePlan.from_lengths([2, 3]), torch.tensor([[0, 0, 0, 1, 1]]), cp_rank=0),
+            "loss_mask must be 0 at slots without a next token, got 1 at slot 4, the end or padding of sample 1; "
+            "a mask of tokens that was not shifted would count one token too many a sample",
+        ),
     ],
-    ids=["sum", "count", "emit", "reduction", "mask"],
+    ids=["sum", "count", "emit", "reduction", "mask", "tokens"],
 )
 def test_bad_input_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011

@@ -88,7 +88,8 @@ def token_loss(
 ) -> TokenLoss:
     """The loss of terms_local [T/c], one a slot; no collective.
 
-    loss_mask: [1, T] over the full stream, bool or weights; a term counts where it is not 0, and only there is it read.
+    loss_mask: [1, T] over the full stream, bool or weights, of slots as labels are (shifted; `values.slot_targets` shifts a
+    mask of tokens); a term counts where it is not 0, and only there is it read.
     reduction: "token_mean" is sum / tokens; "sequence_mean_token_mean" and "..._token_sum" are the mean over samples of
     each sample's mean (by weight) or sum. The count is `local_count`'s; summed over ranks and micro-batches it is N.
     """
@@ -124,10 +125,23 @@ def local_count(
             "a rank's shard of it would be weighed by its own tokens only"
         )
     scored = loss_mask[0] != 0
+    _check_slots(scored, plan)
     if reduction == "token_mean":
         return plan.shard(scored, cp_rank).sum()
     counted = _sample_sums(scored.double(), plan.padded_lengths) > 0
     return (counted | (empty_samples == "count"))[cp_rank :: plan.cp_size].sum()
+
+
+def _check_slots(scored: Tensor, plan: SequencePlan) -> None:
+    wrong = scored & ~plan.scored
+    if wrong.device.type != "cpu":
+        torch._assert_async(~wrong.any(), "loss_mask must be 0 at slots without a next token")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif wrong.any():
+        slot = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"loss_mask must be 0 at slots without a next token, got 1 at slot {slot}, the end or padding of sample "
+            f"{int(plan.sample_index[slot])}; a mask of tokens that was not shifted would count one token too many a sample"
+        )
 
 
 def global_count(local_counts: Sequence[Tensor | int], group: dist.ProcessGroup | None) -> Tensor:
