@@ -88,6 +88,41 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return _AllToAll.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sums: bool) -> Tensor:
+        ctx.group = group
+        return _summed(x, group) if sums else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _summed(grads[0], ctx.group), None, None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of every rank's `x`, on every rank. The backward sums the ranks' gradients: the true adjoint.
+
+    Right where each rank uses the sum for its own part of the loss. Where all ranks go on to compute one and the same
+    loss, it makes gradients too large by the group's size.
+    """
+    if group is None or group_size(group) == 1:
+        return x
+    return _AllReduce.apply(x, group, True)  # pyright: ignore[reportReturnType]
+
+
+def sum_gradient(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`x` itself; the backward sums the ranks' gradients. For a replicated `x` of which each rank uses a different part."""
+    if group is None or group_size(group) == 1:
+        return x
+    return _AllReduce.apply(x, group, False)  # pyright: ignore[reportReturnType]
+
+
 def raise_together(fault: str | None, group: dist.ProcessGroup | None) -> None:
     """Raises `ValueError` on every rank of `group` when any rank has a fault, with the first faulty rank's sentence.
 
@@ -102,4 +137,13 @@ def raise_together(fault: str | None, group: dist.ProcessGroup | None) -> None:
             raise ValueError(text if len(faults) == 1 else f"{text} (found on rank {rank} of {len(faults)})")
 
 
-__all__ = ["GatherBackward", "all_gather", "all_to_all", "group_rank", "group_size", "raise_together"]
+__all__ = [
+    "GatherBackward",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "group_rank",
+    "group_size",
+    "raise_together",
+    "sum_gradient",
+]
