@@ -12,7 +12,8 @@ PACKAGE = ROOT / "vlm_cp"
 
 # A module may import only what stands before it. Packages count as one.
 ORDER = (
-    "alignment spec comm launch plan media batch cost packing mrope vision attention logprobs values losses metrics "
+    "alignment spec comm launch plan media batch cost packing mrope vision attention vocab_parallel logprobs "
+    "values loss_contract losses metrics "
     "collate families engines demo subject trace parity report cli"
 ).split()
 
