@@ -40,7 +40,11 @@ def plot(results: Path, picture: Path) -> None:
         if row is not first:
             apart = [abs(a - b) for a, b in zip(row["loss"], first["loss"], strict=True)]
             gap.semilogy(
-                steps, [max(x, 1e-17) for x in apart], color=color, linewidth=1, label=f"{name} against CP={first['cp']}"
+                steps,
+                [max(x, 1e-17) for x in apart],
+                color=color,
+                linewidth=1,
+                label=f"{name} against CP={first['cp']}",
             )
     for axes in (loss, gap, answers):
         axes.axvline(first["resumed_at"], color="0.6", linestyle=":", linewidth=1)
