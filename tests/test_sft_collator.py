@@ -59,7 +59,7 @@ def decode(ids: Tensor) -> str:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_labels_are_shifted_inside_each_sample_and_padding_has_none(cp_size: int) -> None:
+def test_15_16_labels_are_shifted_inside_each_sample_before_the_cut_and_padding_has_none(cp_size: int) -> None:
     batch = collator(alignment=Alignment(cp_size=cp_size))(SAMPLES)
     plan, ids, labels = batch.plan, batch.input_ids[0], batch.labels[0]
     assert torch.equal(batch.loss_mask, batch.labels != IGNORE)
@@ -85,10 +85,36 @@ def test_37_images_and_videos_of_one_sample_keep_their_order_and_placeholders(fa
         media.row_counts[3]
     )
     assert ids.tolist() == expected
-    # 54: pixels follow their grids, sample by sample.
-    encoded = [collator(family).encode(sample) for sample in SAMPLES]
-    assert batch.pixel_values is not None
-    assert torch.equal(batch.pixel_values, torch.cat([encoded[i].inputs["pixel_values"] for i in (0, 2)]))  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_17_an_answer_of_one_token_is_one_loss_term_at_the_slot_before_it(cp_size: int) -> None:
+    batch = collator(alignment=Alignment(cp_size=cp_size))([chat(text("Say nothing."), answer="")])
+    (slot,) = batch.loss_mask[0].nonzero().flatten().tolist()
+    assert decode(batch.input_ids[0, slot + 1]) == decode(batch.labels[0, slot]) == "<|im_end|>"
+    assert sum(int(batch.local(rank).loss_mask.sum()) for rank in range(cp_size)) == 1
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=str)
+def test_54_pixels_and_grids_stay_with_their_sample(order: list[int]) -> None:
+    encoded = [collator().encode(sample) for sample in SAMPLES]
+    batch = collator()([SAMPLES[i] for i in order])
+    for key, found in (("pixel_values", batch.pixel_values), ("image_grid_thw", batch.image_grid_thw)):
+        own = [sample.inputs[key] for i in order if (sample := encoded[i]) is not None and key in sample.inputs]
+        assert found is not None
+        assert torch.equal(found, torch.cat(own))
+
+
+def test_41_a_sample_that_was_cut_through_its_image_elsewhere_is_refused() -> None:
+    sample = collator().encode(SAMPLES[0])
+    assert sample is not None
+    cut = EncodedSample(
+        inputs={**sample.inputs, "input_ids": sample.inputs["input_ids"][:11], "labels": sample.inputs["labels"][:11]}
+    )
+    with pytest.raises(
+        ValueError, match=r"^sample 1 must hold one image placeholder for every feature row, got \d+ placeholders"
+    ):
+        collator()([SAMPLES[1], cut])
 
 
 def test_39_a_batch_of_text_has_no_pixels() -> None:
