@@ -65,6 +65,16 @@ def test_argparse_errors_are_exit_code_2(arguments, capsys):
     capsys.readouterr()
 
 
+def test_plan_and_doctor_are_wired(tmp_path, capsys):
+    sizes = tmp_path / "sizes.jsonl"
+    sizes.write_text('{"length": 40, "images": [[1, 8, 8]]}\n{"length": 7}\n')
+    assert main(["plan", str(sizes), "--cp", "2"]) == 0
+    assert "2 samples, 47 tokens" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "none.jsonl"), "--cp", "2"]) == 2
+    assert main(["doctor"]) == 0
+    assert "everything that is needed is there" in capsys.readouterr().out
+
+
 class DeepstackOff(Candidate):
     def __init__(self, *args):
         super().__init__(*args)

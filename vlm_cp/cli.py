@@ -1,4 +1,4 @@
-"""The `vlm-cp` command. Exit codes of `parity`: 0 equal, 1 not equal, 2 wrong usage."""
+"""The `vlm-cp` command. Exit codes: 0 equal (`parity`) or fit (`doctor`), 1 not, 2 wrong usage."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from vlm_cp import budget, doctor
 from vlm_cp.attention import AttentionMethod
 from vlm_cp.families import FAMILIES
 from vlm_cp.parity import run_parity
@@ -31,10 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_parity(
         commands.add_parser("parity", help="compare CP=n with CP=1: log-probabilities, loss and every gradient")
     )
+    budget.add_arguments(
+        commands.add_parser("plan", help="padding, and each rank's tokens and FLOPs, of a file of sizes")
+    )
+    doctor.add_arguments(commands.add_parser("doctor", help="what is installed, against what is supported"))
     options = parser.parse_args(arguments)
-    command = shlex.join(["vlm-cp", *arguments])
     try:
-        return _parity(options, command)
+        if options.command == "parity":
+            return _parity(options, shlex.join(["vlm-cp", *arguments]))
+        return budget.run(options) if options.command == "plan" else doctor.run(options)
     except ValueError as error:
         Console(stderr=True).print(f"[red]vlm-cp: {error}", highlight=False)
         return 2
