@@ -186,6 +186,13 @@ def test_lost_deepstack_gradients(tower: dict[str, Any], reason: str) -> None:
     engine(model).forward_step(emit_default, lambda output, b: None)
 
 
+def test_a_batch_that_was_cut_already() -> None:
+    with refuses(
+        "batch must be a PackedBatch, the full stream, got LocalBatch; the engine cuts it itself, as its layout says"
+    ):
+        engine(shell())(batch(8).local(0))  # type: ignore[arg-type]
+
+
 def test_a_direct_call_of_one_stage() -> None:
     model = shell()
     with refuses("chunks must be one whole model for a direct call, got 1 pipeline stages; use forward_step"):
@@ -210,7 +217,7 @@ def _on_two_ranks(rank: int) -> dict[str, str | None]:
     }
     step = engine(build()).forward_step(None, lambda output, b: None)
     fixed = engine(shell(pp=world, variable_seq_lengths=False)).forward_step(None, lambda output, b: None)
-    fixed.first = batch(8)
+    fixed.engine.first_total = 8
     split = shell("GPTModel", tp=world, sequence_parallel=True)
     return {
         "config": _message(lambda: engine(build(context_parallel_size=4))),

@@ -170,6 +170,10 @@ def check_gradients(model: BridgeModel) -> None:
 
 def check_plan(model: BridgeModel, batch: PackedBatch) -> None:
     """Refuses a batch that was packed for another parallel layout, or that lies on another device than the model."""
+    if not isinstance(batch, PackedBatch):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"batch must be a PackedBatch, the full stream, got {type(batch).__name__}; the engine cuts it itself, as its layout says"
+        )
     alignment, device = batch.plan.alignment, next(model.chunks[0].parameters()).device
     if alignment.cp_size != model.cp_size:
         raise ValueError(
