@@ -21,7 +21,7 @@ from vlm_cp.collate import pack_samples
 from vlm_cp.demo.models import tiny_config
 from vlm_cp.demo.processor import build_tokenizer
 from vlm_cp.engines.megatron import MegatronEngine
-from vlm_cp.engines.preflight import check_versions
+from vlm_cp.engines.preflight import check_versions, emitter_kind
 from vlm_cp.families.capability import CAPABILITIES
 from vlm_cp.spec import VLMSpec
 
@@ -157,6 +157,13 @@ def test_an_emitter_that_does_not_fit_the_flag(name: str) -> None:
     settings, emitter, text = CONTRACTS[name]
     with refuses(text):
         engine(shell(**settings)).forward_step(emitter, lambda output, b: None)
+
+
+def test_the_kind_of_an_emitter() -> None:
+    cpu = torch.device("cpu")
+    assert emitter_kind(emit_default, cpu) == "default"
+    assert emitter_kind(emit_per_token, cpu) == "per_token"
+    assert emitter_kind(lambda loss: (loss.local_sum, torch.tensor(64), {}), cpu) == "per_token_routed"
 
 
 def test_emitters_that_fit() -> None:

@@ -22,11 +22,12 @@ from vlm_cp.batch import PackedBatch
 from vlm_cp.engines.packed_params import PlannedSeqParams, packed_seq_params
 from vlm_cp.engines.preflight import (
     Emitter,
-    check_emitter,
+    check_flags,
     check_gradients,
     check_model,
     check_plan,
     check_same_batch,
+    emitter_kind,
     inspect_model,
     unwrap,
 )
@@ -107,7 +108,8 @@ class MegatronEngine:
         collect `loss_fn`'s results (`collect_non_loss_data`). with_labels: see `inputs`.
         """
         if emitter is not None:
-            check_emitter(self.model, emitter)
+            device = next(self.model.chunks[0].parameters()).device
+            check_flags(self.model, emitter_kind(emitter, device))
             check_gradients(self.model)
         return ForwardStep(self, emitter, loss_fn, with_labels)
 
