@@ -54,7 +54,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         for name, sizes in {"cp2": {"cp": 2}, "cp4": {"cp": 4}, "tp2sp-cp2": {"tp": 2, "cp": 2}}.items()
     },
     "qwen3_5_moe-cp2": ("qwen3_5_moe", {"cp": 2}),
-    "qwen3_vl-tp2sp-cp1": ("qwen3_vl", {"tp": 2}),
     "qwen3_vl-pp2-cp2-lengths-vary": ("qwen3_vl", {"pp": 2, "cp": 2}),
     "qwen3_vl-pp2-fixed-total": (
         "qwen3_vl",
@@ -72,7 +71,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-text-cp2": ("qwen3", {"cp": 2}),
-    "qwen3-text-tp2sp-cp2": ("qwen3", {"tp": 2, "cp": 2}),
 }
 
 
