@@ -1,5 +1,16 @@
-"""Hooks for Megatron-Bridge, and drop-ins with the signatures of the RL frameworks that build on it."""
+"""Megatron-Bridge provider hooks and framework drop-ins. Imports vlm_cp, never the reverse."""
 
+# pyright: reportMissingTypeStubs=false
+from vlm_cp_hooks.deepstack import keep_deepstack_gradients
+from vlm_cp_hooks.loss_scaling import keep_default_loss_scaling, keep_skyrl_loss_scaling
+from vlm_cp_hooks.register import register
 from vlm_cp_hooks.value_head import ValueHead, value_head
 
-__all__ = ["ValueHead", "value_head"]
+__all__ = [
+    "ValueHead",
+    "keep_deepstack_gradients",
+    "keep_default_loss_scaling",
+    "keep_skyrl_loss_scaling",
+    "register",
+    "value_head",
+]
