@@ -180,15 +180,20 @@ class Trainer:
         return found | {"count": sum(exact[0::2]) / len(exact[0::2]), "read": sum(exact[1::2]) / len(exact[1::2])}
 
     def save(self, path: Path) -> None:
+        """Written beside `path` and moved there, so that a run that ends here leaves the former checkpoint whole."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
         if group_rank(self.group) == 0:
-            torch.save(state, path)
+            torch.save(state, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
+        """Every rank reads before any goes on: else one could save anew, and another read what is not its step."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+        if self.group is not None:
+            dist.barrier(self.group)
 
     def run(self, until: int) -> dict[str, list[Any]]:
         """Trains up to step `until`; the curves of these steps."""
