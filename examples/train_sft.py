@@ -4,6 +4,8 @@
 
 Each arm trains to the middle, writes a checkpoint, ends its processes, and resumes from it in new ones. What is compared is
 a whole training run: every batch packed with ragged padding, pixels through the tower, gradients through the exchange.
+Training amplifies rounding, so a third arm shows how much of a difference means nothing: CP=1 again, with the same samples of
+every step split into other micro-batches.
 """
 
 from __future__ import annotations
@@ -178,15 +180,20 @@ class Trainer:
         return found | {"count": sum(exact[0::2]) / len(exact[0::2]), "read": sum(exact[1::2]) / len(exact[1::2])}
 
     def save(self, path: Path) -> None:
+        """Written beside `path` and moved there, so that a run that ends here leaves the former checkpoint whole."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
         if group_rank(self.group) == 0:
-            torch.save(state, path)
+            torch.save(state, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
+        """Every rank reads before any goes on: else one could save anew, and another read what is not its step."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+        if self.group is not None:
+            dist.barrier(self.group)
 
     def run(self, until: int) -> dict[str, list[Any]]:
         """Trains up to step `until`; the curves of these steps."""
@@ -216,7 +223,15 @@ def part(
     return found
 
 
-def train_arm(cp: int, settings: Settings, data: Data, processor: Any, timeout: float = 3600.0) -> dict[str, Any]:
+def arms(settings: Settings) -> dict[str, tuple[int, Settings]]:
+    """Name -> cp and settings of each arm."""
+    other = replace(settings, capacity=settings.capacity // 3)
+    return {"cp1": (1, settings), "cp2": (2, settings), "cp1_other_micro_batches": (1, other)}
+
+
+def train_arm(
+    name: str, cp: int, settings: Settings, data: Data, processor: Any, timeout: float = 3600.0
+) -> dict[str, Any]:
     """A whole run at this cp: to the middle, then from its checkpoint to the end, in new processes."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +240,7 @@ def train_arm(cp: int, settings: Settings, data: Data, processor: Any, timeout: 
             for until, resume in ((settings.resume_at, False), (settings.steps, True))
         ]
     joined = {key: halves[0][key] + halves[1][key] for key in halves[0]}
-    return {"arm": f"cp{cp}", "cp": cp, "resumed_at": settings.resume_at, "seconds": time.monotonic() - start, **joined}
+    return {"arm": name, "cp": cp, "resumed_at": settings.resume_at, "seconds": time.monotonic() - start, **joined}
 
 
 def prepare(settings: Settings) -> tuple[Data, Any]:
@@ -237,21 +252,25 @@ def prepare(settings: Settings) -> tuple[Data, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cp", type=int, nargs="+", default=[1, 2], help="arms (default: %(default)s)")
+    names = list(arms(Settings()))
+    parser.add_argument("--arms", nargs="+", choices=names, default=names, help="which to train (default: all)")
     parser.add_argument("--steps", type=int, default=Settings.steps, help="of each arm (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the curves and their picture")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the curves and their picture; arms found there are kept"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # before any operation, since ranks are forked
     settings = replace(Settings(), steps=options.steps, resume_at=options.steps // 2)
     data, processor = prepare(settings)
-    rows: list[dict[str, Any]] = []
-    for cp in options.cp:
-        print(f"CP={cp}")
-        rows.append(train_arm(cp, settings, data, processor))
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"sft_cpu_{datetime.now(UTC):%Y-%m-%d}.json"
     command = shlex.join(["python", *sys.argv])
-    path.write_text(json.dumps({"versions": versions(), "command": command, "rows": rows}) + "\n")
+    path = options.out / f"sft_cpu_{datetime.now(UTC):%Y-%m-%d}.json"
+    rows = {row["arm"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    for name in options.arms:
+        print(name)
+        rows[name] = train_arm(name, *arms(settings)[name], data, processor) | {"command": command}
+    ordered = [rows[name] for name in names if name in rows]
+    path.write_text(json.dumps({"versions": versions(), "command": command, "rows": ordered}) + "\n")
     curves.plot(path, path.with_suffix(".png"))
     print(f"wrote {path} and {path.with_suffix('.png')}")
 

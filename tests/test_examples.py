@@ -30,7 +30,7 @@ def arm(cp: int, resume_at: int = 2) -> dict[str, Any]:
         validation_samples=4,
         validate_every=2,
     )
-    return train_sft.train_arm(cp, settings, *train_sft.prepare(settings))
+    return train_sft.train_arm(f"cp{cp}", cp, settings, *train_sft.prepare(settings))
 
 
 def test_training_is_the_same_at_cp_1_and_2() -> None:
@@ -66,17 +66,21 @@ def results() -> list[Path]:
 
 @pytest.mark.parametrize("path", results(), ids=lambda path: path.stem)
 def test_the_committed_run_learned_the_task_with_equal_curves(path: Path) -> None:
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["cp"] for row in rows] == [1, 2]
+    rows = {row["arm"]: row for row in json.loads(path.read_text())["rows"]}
     assert path.with_suffix(".png").exists()
-    last = [row["validation"][-1] for row in rows]
-    for point in last:
-        assert point["count"] > 0.95
-        assert point["read"] > 0.9
-    apart = [abs(a - b) for a, b in zip(rows[0]["loss"], rows[1]["loss"], strict=True)]
-    assert max(apart[:20]) < 1e-13
-    assert max(apart) < 1e-6  # rounding, amplified by hundreds of steps
-    assert all(0 < row["resumed_at"] < len(row["loss"]) for row in rows)
+    for arm_name in ("cp1", "cp2"):
+        row = rows[arm_name]
+        assert row["validation"][-1]["count"] > 0.95
+        assert row["validation"][-1]["read"] > 0.9
+        assert 0 < row["resumed_at"] < len(row["loss"])
+
+    def apart(name: str) -> list[float]:
+        return [abs(a - b) for a, b in zip(rows[name]["loss"], rows["cp1"]["loss"], strict=True)]
+
+    # Rounding, which training amplifies: CP=2 is no further from CP=1 than CP=1 is from itself with other micro-batches.
+    parallel, reordered = apart("cp2"), apart("cp1_other_micro_batches")
+    assert max(parallel[:30]) < 1e-13
+    assert max(parallel[:300]) < 10 * max(reordered[:300])
 
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:

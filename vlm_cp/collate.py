@@ -33,7 +33,7 @@ class SFTCollator:
     """Turns chat samples into one packed micro-batch; usable as a DataLoader's `collate_fn`.
 
     processor: a transformers processor whose chat template opens turns by turn_start and the role, and closes them by
-    turn_end (all Qwen-VL templates do). A sample is {"messages": [...]} in transformers' chat format, or the messages alone;
+    turn_end (ChatML by default). A sample is {"messages": [...]} in transformers' chat format, or the messages alone;
     images as the processor takes them, videos as their frames, with "fps" beside them where it is not the collator's.
     max_length: tokens a sample may have, a multiple of alignment.sequence_multiple. A longer one loses the end of its text.
     overflow: what becomes of a sample that cannot be cut so, since that would go through an image or video or leave no
