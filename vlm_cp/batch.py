@@ -70,6 +70,25 @@ class PackedBatch:
         """The batch on `device`, copied asynchronously; the plan and the media table move with it."""
         return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
 
+    def image_stream(self) -> ImageStream | None:
+        """All media as images in the order of their placeholders; None for a batch of text only.
+
+        What Megatron-Bridge takes without a look at the ids: it only puts the tower's rows where the mask is True.
+        """
+        media = self.media
+        kinds = [x for x in (self.pixel_values, self.pixel_values_videos) if x is not None]
+        if not len(media.frame_order):
+            return None
+        pixels = kinds[0] if len(kinds) == 1 else torch.cat(kinds)
+        if bool((media.frame_order.diff() < 0).any()):
+            pixels = pixels.index_select(0, media.patch_order().to(pixels.device, non_blocking=True))
+        grids = media.frame_grids[media.frame_order]
+        return ImageStream(
+            pixel_values=pixels,
+            grid_thw=grids.to(pixels.device, non_blocking=True),
+            placeholder_mask=(media.slot_rows() >= 0)[None],
+        )
+
     def local(self, cp_rank: int) -> LocalBatch:
         """The part of `cp_rank`: every token-aligned tensor is cut by the plan's one index, media stay whole."""
         shard, rank = self.plan.shard, cp_rank
@@ -84,6 +103,18 @@ class PackedBatch:
             token_extras={name: shard(x, rank, 1) for name, x in self.token_extras.items()},
             sample_extras=self.sample_extras,
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageStream:
+    """Images and video frames of a batch as one list of images: row k of the tower's output goes to the k-th placeholder.
+
+    pixel_values: [patches, channels]. grid_thw: int64 [F, 3], (1, h, w) of every frame. placeholder_mask: bool [1, T].
+    """
+
+    pixel_values: Tensor
+    grid_thw: Tensor
+    placeholder_mask: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

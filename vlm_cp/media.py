@@ -26,8 +26,10 @@ class MediaTable:
     grids: int64 [M, 3], (t, h, w) in patches, images first. num_images: how many of the M are images.
     row_counts: int64 [M], feature rows of each. samples: int64 [M], the sample that owns each.
     row_slots: int64 [R], the stream slot that each feature row replaces. total_tokens: T.
-    fault: why the batch is not usable, or None. Call `check` before anything else is read: with a fault, `samples` and
-    `row_slots` are empty.
+    frame_order: int64 [F], the frames of all media (an image is one, counted images first), in the order in which they
+    stand in the stream.
+    fault: why the batch is not usable, or None. Call `check` before anything else is read: with a fault, `samples`,
+    `row_slots` and `frame_order` are empty.
     """
 
     grids: Tensor
@@ -35,6 +37,7 @@ class MediaTable:
     row_counts: Tensor
     samples: Tensor
     row_slots: Tensor
+    frame_order: Tensor
     total_tokens: int
     fault: str | None
 
@@ -71,6 +74,7 @@ class MediaTable:
             row_counts=row_counts,
             samples=torch.empty(0, dtype=torch.int64),
             row_slots=torch.empty(0, dtype=torch.int64),
+            frame_order=torch.empty(0, dtype=torch.int64),
             total_tokens=plan.total_tokens,
             fault=None,
         )
@@ -84,7 +88,8 @@ class MediaTable:
             return replace(table, fault=fault)
         row_slots = torch.cat(slots)
         samples = plan.sample_index[row_slots[row_counts.cumsum(0) - row_counts]]
-        table = replace(table, row_slots=row_slots, samples=samples)
+        frame_order = _order_of_frames(grids, row_counts, row_slots)
+        table = replace(table, row_slots=row_slots, samples=samples, frame_order=frame_order)
         return replace(table, fault=table._run_fault(spec))
 
     def check(self, group: dist.ProcessGroup | None = None) -> None:
@@ -100,8 +105,20 @@ class MediaTable:
         rows = torch.arange(len(self.row_slots), device=self.row_slots.device)
         return rows.new_full((self.total_tokens,), -1).index_copy(0, self.row_slots, rows)
 
+    @property
+    def frame_grids(self) -> Tensor:
+        """int64 [F, 3]: (1, h, w) of every frame, images first, each video's frames in order."""
+        return _frames(self.grids)
+
+    def patch_order(self) -> Tensor:
+        """int64 [patches]: takes the patches of all images and then all videos to stream order, frame by frame."""
+        counts = self.frame_grids.prod(1)
+        starts, taken = counts.cumsum(0) - counts, counts[self.frame_order]
+        shift = starts[self.frame_order] - (taken.cumsum(0) - taken)
+        return torch.arange(int(counts.sum())) + shift.repeat_interleave(taken)
+
     def to(self, device: torch.device | str) -> MediaTable:
-        """The same table with `row_slots` on `device`; grids, counts and owners stay on the CPU, where they are read."""
+        """The same table with `row_slots` on `device`; everything else stays on the CPU, where it is read."""
         return replace(self, row_slots=self.row_slots.to(device, non_blocking=True))
 
     def name(self, item: int) -> str:
@@ -140,6 +157,18 @@ def _check_stream(name: str, x: Tensor, plan: SequencePlan) -> None:
             f"{name} and plan must lie on the CPU, got {x.device} and {plan.device}; "
             "media are checked once a batch before it moves, and checking them on an accelerator stalls the step"
         )
+
+
+def _frames(grids: Tensor) -> Tensor:
+    frames = grids.repeat_interleave(grids[:, 0], 0)
+    frames[:, 0] = 1
+    return frames
+
+
+def _order_of_frames(grids: Tensor, row_counts: Tensor, row_slots: Tensor) -> Tensor:
+    """int64 [F]: frames sorted by the slot of their first feature row."""
+    frame_rows = (row_counts // grids[:, 0]).repeat_interleave(grids[:, 0])
+    return row_slots[frame_rows.cumsum(0) - frame_rows].argsort()
 
 
 def _as_grids(grid_thw: Tensor | None) -> Tensor:

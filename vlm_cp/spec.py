@@ -14,6 +14,14 @@ _HF_MODEL_TYPES: dict[str, tuple[str, PositionScheme]] = {
     "qwen3_5": ("qwen3_5", "frames"),
 }
 
+# Class name of a Megatron-Bridge provider -> family. Names, so that no Megatron is imported to look one up.
+_BRIDGE_PROVIDERS: dict[str, str] = {
+    "Qwen3VLModelProvider": "qwen3_vl",
+    "Qwen3VLMoEModelProvider": "qwen3_vl",
+    "Qwen35VLModelProvider": "qwen3_5",
+    "Qwen35VLMoEModelProvider": "qwen3_5",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSpec:
@@ -60,13 +68,32 @@ class VLMSpec:
         Any other model type is refused: its rows and positions would be placed by another model's rules.
         """
         family, scheme = _family_of_model_type(config.model_type)
-        vision = config.vision_config
+        return cls._build(family, scheme, token_ids=config, vision=config.vision_config)
+
+    @classmethod
+    def from_bridge(cls, provider: Any) -> VLMSpec:
+        """The spec of a Megatron-Bridge provider: Qwen3-VL and Qwen3.5-VL, dense and MoE, or a subclass of one of them.
+
+        Any other provider is refused: Bridge's other models cut the stream elsewhere or not at all, and number
+        positions by other rules. The provider holds the tower's transformers config, so the spec equals `from_hf_config`'s.
+        """
+        names = [base.__name__ for base in type(provider).__mro__]
+        family = next((_BRIDGE_PROVIDERS[name] for name in names if name in _BRIDGE_PROVIDERS), None)
+        if family is None:
+            raise ValueError(
+                f"provider must be one of {', '.join(_BRIDGE_PROVIDERS)}, got {names[0]}; "
+                "its feature rows and positions would be placed by another family's rules"
+            )
+        return cls._build(family, "frames", token_ids=provider, vision=provider.vision_config)
+
+    @classmethod
+    def _build(cls, family: str, scheme: PositionScheme, *, token_ids: Any, vision: Any) -> VLMSpec:
         timed = scheme == "time"
         return cls(
             family=family,
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
+            image_token_id=token_ids.image_token_id,
+            video_token_id=token_ids.video_token_id,
+            vision_start_token_id=token_ids.vision_start_token_id,
             spatial_merge_size=vision.spatial_merge_size,
             position_scheme=scheme,
             tokens_per_second=vision.tokens_per_second if timed else 1,

@@ -1,0 +1,8 @@
+"""Megatron-Bridge provider hooks and framework drop-ins. Imports vlm_cp, never the reverse."""
+
+# pyright: reportMissingTypeStubs=false
+from vlm_cp_hooks.deepstack import keep_deepstack_gradients
+from vlm_cp_hooks.loss_scaling import keep_default_loss_scaling, keep_skyrl_loss_scaling
+from vlm_cp_hooks.register import register
+
+__all__ = ["keep_deepstack_gradients", "keep_default_loss_scaling", "keep_skyrl_loss_scaling", "register"]

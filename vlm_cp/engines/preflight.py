@@ -1,0 +1,217 @@
+"""Checks that turn a silent fault or a hang of the first Megatron step into one sentence before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vlm_cp import comm
+from vlm_cp.batch import PackedBatch
+from vlm_cp.engines.deepstack import lost_deepstack_gradient
+from vlm_cp.families.capability import Capability, Layout, capability_of
+
+# A `TokenLoss` -> what mcore's loss function returns: (loss, metrics) or (loss, num_tokens, metrics).
+Emitter = Callable[[Any], tuple[Any, ...]]
+
+_FLAG = "calculate_per_token_loss"
+PACKAGES = {"min_bridge": "megatron-bridge", "min_core": "megatron-core"}
+
+
+@dataclass(frozen=True)
+class BridgeModel:
+    """What the engine reads off a built model: its config, its process groups and its capability row.
+
+    chunks: this rank's stages without wrappers (DDP, Float16Module).
+    """
+
+    chunks: tuple[Any, ...]
+    config: Any
+    cp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    pp_size: int
+    row: Capability
+
+    @property
+    def cp_size(self) -> int:
+        return comm.group_size(self.cp_group)
+
+    @property
+    def cuts_itself(self) -> bool:
+        """The model takes the full stream and cuts it after its features are placed."""
+        return self.row.cut == "model"
+
+
+def unwrap(module: nn.Module) -> Any:
+    """The model inside Megatron's wrappers (DDP, FSDP, Float16Module): each holds the next one as `module`."""
+    inner = module
+    while isinstance(found := dict(inner.named_children()).get("module"), nn.Module):
+        inner = found
+    return inner
+
+
+def inspect_model(chunks: Sequence[nn.Module]) -> BridgeModel:
+    """Reads a built model; refuses one whose class has no usable capability row, for its call is not known either."""
+    models = tuple(unwrap(chunk) for chunk in chunks)
+    groups = models[0].pg_collection
+    row = capability_of(base.__name__ for base in type(models[0]).__mro__)
+    return BridgeModel(models, models[0].config, groups.cp, groups.tp, comm.group_size(groups.pp), row)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the Megatron packages, without importing them; one that is missing has no entry."""
+    found: dict[str, str] = {}
+    for package in PACKAGES.values():
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def check_versions(row: Capability, found: Mapping[str, str]) -> None:
+    """Refuses packages older than the row needs."""
+    for attribute, package in PACKAGES.items():
+        least = getattr(row, attribute)
+        if least is not None and _numbers(found.get(package, "0")) < _numbers(least):
+            raise ValueError(
+                f"{package} must be {least} or newer for {row.model} under context parallelism, got "
+                f"{found.get(package, 'none')}; older ones take the packed stream apart by other rules"
+            )
+
+
+def check_model(model: BridgeModel, layout: Layout) -> None:
+    """Refuses a layout or a config that would compute something else at this cp_size."""
+    row, config = model.row, model.config
+    if layout not in row.layouts:
+        raise ValueError(
+            f"layout must be {' or '.join(repr(x) for x in row.layouts)} for {row.model}, got {layout!r}; "
+            "the stream would be cut twice, or not at all"
+        )
+    _check_delta_net(config, model)
+    if model.cp_size == 1:
+        return
+    check_versions(row, installed_versions())
+    if config.context_parallel_size != model.cp_size:
+        raise ValueError(
+            f"context_parallel_size must be the CP group's size {model.cp_size}, got {config.context_parallel_size}; "
+            "attention layers were built for another layout"
+        )
+    if getattr(config, "mtp_num_layers", None) and not row.mtp:
+        raise ValueError(
+            f"mtp_num_layers must be None under context parallelism, got {config.mtp_num_layers}; Megatron divides that "
+            "loss by each rank's own tokens, so its gradient would depend on how samples fall on ranks"
+        )
+
+
+def _check_delta_net(config: Any, model: BridgeModel) -> None:
+    if getattr(config, "experimental_attention_variant", None) != "gated_delta_net":
+        return
+    tp_size = comm.group_size(model.tp_group)
+    if tp_size > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel must be on for gated delta nets over {tp_size} TP ranks, got it off; "
+            "megatron-core 0.19 then leaves the gradient of their output norm unsummed"
+        )
+    ranks = tp_size * model.cp_size
+    heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if heads[0] % ranks or heads[1] % ranks:
+        raise ValueError(
+            f"linear_num_key_heads and linear_num_value_heads must be divisible by tp * cp = {ranks}, got {heads[0]} and "
+            f"{heads[1]}; gated delta nets trade tokens for heads over those ranks"
+        )
+
+
+def check_emitter(model: BridgeModel, emitter: Emitter) -> None:
+    """Refuses an emitter that is not the one Megatron's loss scaling expects, found out by an empty loss.
+
+    (loss, metrics) needs `calculate_per_token_loss` off, (loss, num_tokens, metrics) needs it on: in the config and in
+    every module that copied it when it was built (MoE routers).
+    """
+    device = next(model.chunks[0].parameters()).device
+    nothing = SimpleNamespace(local_sum=torch.zeros((), device=device), local_count=torch.zeros((), device=device))
+    out: Any = emitter(nothing)
+    if not isinstance(out, tuple) or len(out) not in (2, 3):
+        raise ValueError(
+            f"emitter must return (loss, metrics) or (loss, num_tokens, metrics), got {type(out).__name__}; "
+            "Megatron's schedule would not know how to scale it"
+        )
+    per_token = len(out) == 3
+    holders = [("config", model.config)]
+    holders += [(name, m) for chunk in model.chunks for name, m in chunk.named_modules() if _FLAG in vars(m)]
+    wrong = next((name for name, holder in holders if bool(getattr(holder, _FLAG)) != per_token), None)
+    if wrong is not None:
+        form, hint = (
+            ("(loss, num_tokens, metrics)", "switch the flag on, or emit (loss, metrics)")
+            if per_token
+            else ("(loss, metrics)", "register keep_default_loss_scaling, or emit (loss, num_tokens, metrics)")
+        )
+        raise ValueError(
+            f"{_FLAG} must be {per_token} for an emitter of {form}, got {not per_token} in {wrong}; gradients would be "
+            f"scaled by another factor than dp * cp. Either {hint}"
+        )
+
+
+def check_gradients(model: BridgeModel) -> None:
+    """Refuses a model whose deepstack rows would get part of their gradient, or none."""
+    reason = next((r for chunk in model.chunks if (r := lost_deepstack_gradient(chunk)) is not None), None)
+    if reason is not None:
+        raise ValueError(
+            f"the tower must keep its deepstack gradients, got a model where {reason}; "
+            "register vlm_cp_hooks.keep_deepstack_gradients before the build"
+        )
+
+
+def check_plan(model: BridgeModel, batch: PackedBatch) -> None:
+    """Refuses a batch that was packed for another parallel layout, or that lies on another device than the model."""
+    alignment, device = batch.plan.alignment, next(model.chunks[0].parameters()).device
+    if alignment.cp_size != model.cp_size:
+        raise ValueError(
+            f"batch.plan must be made for the model's cp_size {model.cp_size}, got {alignment.cp_size}; "
+            "samples are padded and cut for other ranks"
+        )
+    slices = model.cp_size * (comm.group_size(model.tp_group) if model.config.sequence_parallel else 1)
+    if batch.plan.total_tokens % slices:
+        raise ValueError(
+            f"batch.plan must be padded to a multiple of cp * tp = {slices} tokens with sequence parallelism, got "
+            f"{batch.plan.total_tokens}; pass tp_size and sequence_parallel to its Alignment"
+        )
+    if batch.plan.device != device:
+        raise ValueError(
+            f"batch must be on the model's device {device}, got {batch.plan.device}; move it once with batch.to(device)"
+        )
+
+
+def check_same_batch(model: BridgeModel, batch: PackedBatch) -> None:
+    """Refuses batches that differ over the CP or TP ranks, on all of them; two small object gathers and a device sync."""
+    digest = (batch.plan.lengths, batch.plan.padded_lengths, int((batch.input_ids[0] * _weights(batch)).sum()))
+    for name, group in (("context", model.cp_group), ("tensor", model.tp_group)):
+        found: list[Any] = [None] * comm.group_size(group)
+        dist.all_gather_object(found, digest, group=group)
+        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"batch must be the same on all {name}-parallel ranks, got lengths {found[0][0]} on rank 0 and {found[other][0]} "
+                f"on rank {other}, or other ids; ranks would attend to another batch's tokens"
+            )
+
+
+def _weights(batch: PackedBatch) -> Any:
+    return batch.plan.token_index % 8191 + batch.plan.sample_index + 1
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """ "0.19.2rc1" -> (0, 19, 2): what stands before the first part that is no number."""
+    parts: list[int] = []
+    for part in text.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts)
