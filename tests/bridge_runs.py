@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from bridge_on_cpu import use_cpu
 from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from ranks import run_ranks
@@ -214,9 +215,8 @@ def spec_of(family: str) -> VLMSpec:
     )
 
 
-def build(run: Run, path: str) -> tuple[Any, Any, list[Any]]:
-    """(bridge, provider, wrapped chunks) on this rank, the way a framework builds them."""
-    bridge = AutoBridge.from_hf_pretrained(path)
+def configure(run: Run, bridge: Any) -> Any:
+    """A finalized provider for this layout in fp32, with Megatron's groups set up."""
     provider = bridge.to_megatron_provider(load_weights=True)
     settings: dict[str, Any] = {
         "context_parallel_size": run.cp,
@@ -238,7 +238,15 @@ def build(run: Run, path: str) -> tuple[Any, Any, list[Any]]:
     for name, value in {**settings, **run.provider}.items():
         setattr(provider, name, value)
     provider.finalize()
-    provider.initialize_model_parallel(seed=None)
+    if not parallel_state.model_parallel_is_initialized():  # a rank may build several models of one layout
+        provider.initialize_model_parallel(seed=None)
+    return provider
+
+
+def build(run: Run, path: str) -> tuple[Any, Any, list[Any]]:
+    """(bridge, provider, wrapped chunks) on this rank, the way a framework builds them."""
+    bridge = AutoBridge.from_hf_pretrained(path)
+    provider = configure(run, bridge)
     register(provider, *run.hooks)
     ddp = DistributedDataParallelConfig(**run.ddp)
     return bridge, provider, provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True)

@@ -55,7 +55,7 @@ class CoreAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse_unless(attn_mask_type in _CAUSAL, "attn_mask_type", "be causal", attn_mask_type.name)
         _refuse_unless(attention_type == "self", "attention_type", 'be "self"', attention_type)
-        _refuse_unless(dropout == 0, "attention_dropout", "be 0, ranks would drop different scores", dropout)
+        _refuse_unless(dropout == 0, "attention_dropout", "be 0", dropout)
         _refuse_unless(config.window_size is None, "window_size", "be None", config.window_size)
         _refuse_unless(config.softmax_type == "vanilla", "softmax_type", 'be "vanilla"', config.softmax_type)
         _refuse_unless(not config.apply_query_key_layer_scaling, "apply_query_key_layer_scaling", "be off", True)

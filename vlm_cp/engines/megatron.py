@@ -56,7 +56,7 @@ class MegatronEngine:
         _check_spec(self.model.chunks[0], spec)
 
     @property
-    def cp_group(self) -> dist.ProcessGroup:
+    def cp_group(self) -> dist.ProcessGroup | None:
         return self.model.cp_group
 
     @property
@@ -64,7 +64,7 @@ class MegatronEngine:
         return comm.group_rank(self.model.cp_group)
 
     @property
-    def tp_group(self) -> dist.ProcessGroup:
+    def tp_group(self) -> dist.ProcessGroup | None:
         return self.model.tp_group
 
     def inputs(self, batch: PackedBatch, chunk: nn.Module, *, with_labels: bool = False) -> dict[str, Any]:

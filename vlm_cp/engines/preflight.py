@@ -33,8 +33,8 @@ class BridgeModel:
 
     chunks: tuple[Any, ...]
     config: Any
-    cp_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup | None
+    tp_group: dist.ProcessGroup | None
     pp_size: int
     row: Capability
 
@@ -192,6 +192,8 @@ def check_same_batch(model: BridgeModel, batch: PackedBatch) -> None:
     """Refuses batches that differ over the CP or TP ranks, on all of them; two small object gathers and a device sync."""
     digest = (batch.plan.lengths, batch.plan.padded_lengths, int((batch.input_ids[0] * _weights(batch)).sum()))
     for name, group in (("context", model.cp_group), ("tensor", model.tp_group)):
+        if comm.group_size(group) == 1:
+            continue
         found: list[Any] = [None] * comm.group_size(group)
         dist.all_gather_object(found, digest, group=group)
         other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
