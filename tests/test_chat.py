@@ -119,8 +119,9 @@ def test_38_video_frames_are_taken_as_given_at_their_own_rate(family: str) -> No
         content = [{"type": "video", "video": frames, **own}, {"type": "text", "text": "What moves?"}]
         return run([{"role": "user", "content": content}, *turns("", "It.")[1:]], family)
 
-    default, slow = ask(), ask(fps=0.5)
-    assert default.inputs["video_grid_thw"][0, 0] == 3  # 6 frames, two by two: none dropped
+    default, slow, fast = ask(), ask(fps=0.5), ask(fps=8.0)
+    # 6 frames, two by two: none dropped, also where the processor would take only two a second.
+    assert [int(x.inputs["video_grid_thw"][0, 0]) for x in (default, slow, fast)] == [3, 3, 3]
     if family == "qwen2_5_vl":
         assert [x.inputs["second_per_grid_ts"].tolist() for x in (default, slow)] == [[1.0], [4.0]]
     else:

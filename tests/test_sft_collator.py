@@ -187,6 +187,15 @@ def test_as_few_media_as_needed_are_dropped_and_the_rest_is_the_processors_own()
     assert tighter.dropped_media == 3
 
 
+def test_an_image_that_stands_twice_is_dropped_once() -> None:
+    cup = image("coffee")
+    sample, once = chat(cup, cup, text("What?")), collator().encode(chat(cup, text("What?")))
+    assert once is not None
+    found = collator(max_length=once.length, overflow="drop_media").encode(sample)
+    assert found is not None
+    assert (found.dropped_media, found.length) == (1, once.length)
+
+
 def test_a_cut_right_after_an_images_last_token_is_a_cut_through_it() -> None:
     sample = chat(text("Look"), image("coffee"), answer="")
     sample["messages"] = [{"role": "assistant", "content": "A cup."}, *sample["messages"]]

@@ -167,7 +167,7 @@ class SFTCollator:
         if self.max_length is None or sample.length <= self.max_length:
             return sample
         labels = sample.inputs["labels"][: self.max_length]
-        if self._media_end(sample) > self.max_length or not bool((labels[1:] != IGNORE).any()):
+        if self._media_end(sample) > self.max_length or not bool((labels != IGNORE).any()):
             return None
         ids = sample.inputs["input_ids"][: self.max_length]
         return replace(sample, inputs={**sample.inputs, "input_ids": ids, "labels": labels})
