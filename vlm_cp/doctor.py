@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, get_args
 
 import torch
+import torch.cuda.nccl
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
