@@ -267,9 +267,13 @@ def test_text_spec_of_another_model_is_refused() -> None:
 def test_bad_arguments_are_refused() -> None:
     plan = SequencePlan.from_lengths([8], alignment=Alignment(cp_size=2))
     vision: Any = "split"
-    message = 'vision must be "replicated" or "shared", got \'split\'; the tower would be counted 2-fold or not at all'
+    message = (
+        "vision must be one of replicated, shared, got 'split'; the tower would be charged once or cp-fold by accident"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         rank_costs(plan, text=TEXT, spec=SPEC, vision=vision)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sample_costs([3], [None], alignment=Alignment(), text=TEXT, spec=SPEC, vision=vision)
     message = "grids must have one entry a sample, 2 in all, got 1; media would be charged to other samples"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         sample_costs([3, 4], [None], alignment=Alignment(), text=TEXT, spec=SPEC)

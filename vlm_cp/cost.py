@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -143,10 +143,7 @@ def rank_costs(
     vision: "replicated", every rank runs the whole tower; "shared", each the same share of it (`assign_vision` comes within
     3 % of that).
     """
-    if vision not in ("replicated", "shared"):
-        raise ValueError(
-            f'vision must be "replicated" or "shared", got {vision!r}; the tower would be counted {plan.cp_size}-fold or not at all'
-        )
+    _check_vision(vision)
     step, size = step or Step(), plan.cp_size
     token = _text_token(text, step)
     weights = Work(memory_bytes=_BYTES * _text_weights(text)) * step.layers
@@ -194,6 +191,7 @@ def sample_costs(
         raise ValueError(
             f"grids must have one entry a sample, {len(lengths)} in all, got {len(grids)}; media would be charged to other samples"
         )
+    _check_vision(vision)
     step, rates = step or Step(), rates or Rates()
     token_seconds = _text_token(text, step).flops / rates.text
     costs: list[float] = []
@@ -245,6 +243,13 @@ def frame_pairs(grids: Tensor, spec: VLMSpec) -> int:
     rows, columns = ((x // side) * side**2 + (x % side) ** 2 for x in (height, width))
     full = len(tower.full_attention_layers)
     return full * whole + (tower.depth - full) * int((frames * rows * columns).sum())
+
+
+def _check_vision(vision: str) -> None:
+    if vision not in get_args(VisionWork):
+        raise ValueError(
+            f"vision must be one of {', '.join(get_args(VisionWork))}, got {vision!r}; the tower would be charged once or cp-fold by accident"
+        )
 
 
 def _window_side(tower: TowerSpec, merge: int) -> int:
