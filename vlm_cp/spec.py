@@ -36,6 +36,66 @@ class TowerSpec:
     out_hidden_size: int
     window_size: int | None = None  # None: every layer attends over the whole frame
     full_attention_layers: tuple[int, ...] = ()  # layers that do so although window_size is set
+    gated_mlp: bool = False  # three matrices (gate, up, down) instead of two
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec:
+    """The gated delta net layers of a hybrid text model: how many there are, and their heads."""
+
+    num_layers: int
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec:
+    """The text model's shape, from which its cost follows; sizes in channels.
+
+    num_layers counts all layers, those of `delta_net` too. intermediate_size: the width of the gated MLP that a token
+    passes through; of a mixture of experts, the experts it is routed to and the shared one together.
+    gated_attention: the query projection also makes a gate of its own size (Qwen3.5).
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    gated_attention: bool = False
+    delta_net: DeltaNetSpec | None = None
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> TextSpec:
+        """The text shape of the same transformers configs that `VLMSpec.from_hf_config` takes."""
+        family, _ = _family_of_model_type(config.model_type)
+        text = config.text_config
+        hybrid = family == "qwen3_5"
+        return cls(
+            num_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            intermediate_size=text.intermediate_size,
+            num_heads=text.num_attention_heads,
+            num_key_value_heads=text.num_key_value_heads,
+            head_dim=text.hidden_size // text.num_attention_heads if family == "qwen2_5_vl" else text.head_dim,
+            vocab_size=text.vocab_size,
+            gated_attention=hybrid,
+            delta_net=DeltaNetSpec(
+                num_layers=text.layer_types.count("linear_attention"),
+                key_heads=text.linear_num_key_heads,
+                value_heads=text.linear_num_value_heads,
+                key_head_dim=text.linear_key_head_dim,
+                value_head_dim=text.linear_value_head_dim,
+                conv_kernel=text.linear_conv_kernel_dim,
+            )
+            if hybrid
+            else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +167,7 @@ class VLMSpec:
                 out_hidden_size=vision.out_hidden_size,
                 window_size=vision.window_size if timed else None,
                 full_attention_layers=tuple(vision.fullatt_block_indexes) if timed else (),
+                gated_mlp=timed,
             ),
             deepstack_levels=len(vision.deepstack_visual_indexes) if family == "qwen3_vl" else 0,
         )
