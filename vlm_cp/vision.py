@@ -24,6 +24,9 @@ from torch import Tensor
 from vlm_cp.cost import Rates, frame_pairs, vision_work
 from vlm_cp.spec import VLMSpec
 
+# Fewer patches than this in a batch: the tower's launches take as long as its arithmetic.
+MIN_PATCHES = 4096
+
 VisionMode = Literal["replicated", "whole", "mixed"]
 Exchange = Literal["heads", "keys"]
 # Each rank's whole frames, the shared frames, and the cuts of their stream.
@@ -93,7 +96,7 @@ def assign_vision(
     cp_size: int,
     spec: VLMSpec,
     heads_per_tp: int | None = None,
-    min_patches: int = 4096,
+    min_patches: int = MIN_PATCHES,
     tolerance: float = 0.03,
     rates: Rates | None = None,
 ) -> VisionAssignment:

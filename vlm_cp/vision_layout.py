@@ -102,6 +102,10 @@ class VisionLayout:
         )
 
     @property
+    def device(self) -> torch.device:
+        return self._part_table.device
+
+    @property
     def own_patches(self) -> int:
         """Patches of the local stream that stand before the slice of the shared stream."""
         return self.num_patches - self.slices[self.rank]
@@ -115,6 +119,10 @@ class VisionLayout:
     def patch_offset(self) -> Tensor:
         """int64 [n]: every local patch's place inside its frame, in the frame's own order (merged patches together)."""
         return _runs_of(self._part_table[2], self._part_table[0], self.num_patches)
+
+    def offsets_from(self, starts: Tensor) -> Tensor:
+        """int64 [n]: every local patch's place in tables of whole frames, part p's table starting at starts[p]."""
+        return self.patch_offset + starts.repeat_interleave(self._part_table[0], output_size=self.num_patches)
 
     @cached_property
     def coordinates(self) -> Tensor:
