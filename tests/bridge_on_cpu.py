@@ -230,6 +230,7 @@ def _replace_cuda() -> None:
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
     mcore_random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
     mcore_random._get_cuda_rng_state = mcore_random._set_cuda_rng_state = lambda *_, **__: None
+    torch.utils._device._device_constructors()  # remembers the functions below as they are, for `with torch.device(...)`
     for name in ("zeros", "empty", "tensor", "ones"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -80,6 +80,11 @@ def test_refuses_parameters_that_name_no_plan() -> None:
         build()(query, query, query, None, packed_seq_params=PackedSeqParams(qkv_format="thd"))
 
 
+def test_megatrons_names_of_the_exchange() -> None:
+    methods = {name: build(cp_comm_type=name).method for name in (None, "p2p", "all_gather", "a2a")}
+    assert methods == {None: "all_gather", "p2p": "all_gather", "all_gather": "all_gather", "a2a": "all_to_all"}
+
+
 def test_has_no_parameters_and_no_state() -> None:
     attention = build()
     assert list(attention.parameters()) == []

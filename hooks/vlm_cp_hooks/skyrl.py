@@ -50,7 +50,6 @@ def preprocess_packed_seqs(
         cp_rank=parallel_state.get_context_parallel_rank(),
         shard_for_cp=shard_for_cp,
         sub_seq_lengths=sub_seq_lengths,
-        row_multiple=multiple,
     )
     # SkyRL labels every token with its sample, which its Mamba models read.
     return (ids if pre_process else input_ids), packed_seq_params(plan, mamba=True)
