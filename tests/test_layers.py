@@ -12,7 +12,7 @@ PACKAGE = ROOT / "vlm_cp"
 
 # A module may import only what stands before it. Packages count as one.
 ORDER = (
-    "alignment spec comm launch plan media batch cost packing mrope vision vision_layout cut_attention attention logprobs values losses metrics "
+    "alignment spec comm launch plan media batch cost packing mrope vision vision_layout cut_attention tower attention logprobs values losses metrics "
     "collate families engines demo subject trace parity report cli"
 ).split()
 

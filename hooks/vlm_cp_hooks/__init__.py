@@ -4,5 +4,12 @@
 from vlm_cp_hooks.deepstack import keep_deepstack_gradients
 from vlm_cp_hooks.loss_scaling import keep_default_loss_scaling, keep_skyrl_loss_scaling
 from vlm_cp_hooks.register import register
+from vlm_cp_hooks.vision import shard_vision_over_cp
 
-__all__ = ["keep_deepstack_gradients", "keep_default_loss_scaling", "keep_skyrl_loss_scaling", "register"]
+__all__ = [
+    "keep_deepstack_gradients",
+    "keep_default_loss_scaling",
+    "keep_skyrl_loss_scaling",
+    "register",
+    "shard_vision_over_cp",
+]
