@@ -96,12 +96,17 @@ class Profile:
             with torch.no_grad():
                 self.forward(name, pixels, grids)
 
+        usable: list[str] = []
         for name in self.towers:
-            for run in (forward, partial(self.step, pixels=pixels, grids=grids)):
-                ms, *_ = once(partial(run, name))
-                self.emit("first_call", arm=name, ms=round(ms, 1))
-        self.emit("forward", patches=len(pixels), arms=measure({n: partial(forward, n) for n in self.towers}))
-        steps = {n: partial(self.step, n, pixels, grids) for n in self.towers}
+            try:
+                for run in (forward, partial(self.step, pixels=pixels, grids=grids)):
+                    ms, *_ = once(partial(run, name))
+                    self.emit("first_call", arm=name, ms=round(ms, 1))
+                usable.append(name)
+            except Exception:
+                self.emit("first_call", arm=name, error=traceback.format_exc()[-1500:])
+        self.emit("forward", patches=len(pixels), arms=measure({n: partial(forward, n) for n in usable}))
+        steps = {n: partial(self.step, n, pixels, grids) for n in usable}
         self.emit("forward_backward", patches=len(pixels), arms=measure(steps))
 
     def accuracy(self) -> None:
@@ -112,7 +117,8 @@ class Profile:
         pixels, grids = self.batch(side, 3)
         truth = reference_rows(self.towers["stock"], self.spec, pixels, grids)
         gradients: dict[str, dict[str, Tensor]] = {}
-        for name, tower in self.towers.items():
+        for name in list(self.towers):
+            tower = self.towers[name]
             self.models[name].zero_grad_buffer()
             rows = self.forward(name, pixels, grids)
             weights = [x.detach().double().to(x.dtype) for x in truth]
