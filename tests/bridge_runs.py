@@ -19,7 +19,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+from transformers import (
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 from vlm_cp_hooks import keep_deepstack_gradients, keep_default_loss_scaling, register
 
 from vlm_cp.alignment import Alignment
@@ -35,7 +42,6 @@ from vlm_cp.spec import VLMSpec
 
 VOCABULARY = 320  # divisible by any tp_size here
 LAYERS = 4  # two a pipeline stage, deepstack on the first
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3")
 
 
 class TokenLoss(NamedTuple):
@@ -125,7 +131,7 @@ def save_checkpoint(family: str, folder: Path) -> str:
     elif family == "qwen3_vl":
         model = tiny_model(family, tokenizer, vocab_size=VOCABULARY, num_hidden_layers=LAYERS)
     else:
-        model = _random(*(_moe_config() if family == "qwen3_vl_moe" else _text_config()))
+        model = _random(*(_moe_config(family) if family.endswith("_moe") else _text_config()))
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
     if family == "qwen3_5_mtp":
@@ -147,20 +153,22 @@ def _add_mtp(folder: Path) -> None:
     save_file({**weights, **added, "mtp.fc.weight": torch.cat([eye, eye], 1)}, file, {"format": "pt"})
 
 
-def _moe_config() -> tuple[Any, Any]:
-    dense = tiny_config("qwen3_vl", processor().tokenizer, vocab_size=VOCABULARY, num_hidden_layers=LAYERS)
+def _moe_config(family: str) -> tuple[Any, Any]:
+    """The dense family's sizes with four experts."""
+    classes = {
+        "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, {"num_hidden_layers": LAYERS}),
+        "qwen3_5_moe": (Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig, {"linear_num_key_heads": 4}),
+    }
+    model_class, config_class, sizes = classes[family]
+    dense = tiny_config(family.removesuffix("_moe"), processor().tokenizer, vocab_size=VOCABULARY, **sizes)
     text, vision = (
         {k: v for k, v in c.to_dict().items() if k != "model_type"} for c in (dense.text_config, dense.vision_config)
     )
-    text.update(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[]
-    )
-    ids = {
-        f"{name}_token_id": getattr(dense, f"{name}_token_id")
-        for name in ("image", "video", "vision_start", "vision_end")
-    }
-    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
-    return Qwen3VLMoeForConditionalGeneration, config
+    text.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    text.update(decoder_sparse_step=1, mlp_only_layers=[])
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: getattr(dense, name) for name in names}
+    return model_class, config_class(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
 def _text_config() -> tuple[Any, Any]:

@@ -16,6 +16,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from ranks import run_ranks
 
+from vlm_cp.logprobs import next_token_logprobs
+
 EXAMPLE = """\
 register(provider, keep_default_loss_scaling, keep_deepstack_gradients)
 engine = MegatronEngine(provider.provide_distributed_model(ddp_config=ddp), spec=VLMSpec.from_bridge(provider))
@@ -28,7 +30,28 @@ from vlm_cp_hooks import keep_deepstack_gradients, keep_default_loss_scaling, re
 """
 
 
-def _step(rank: int, path: str) -> float:
+def _score(engine: Any, batch: Any) -> float:
+    """A forward-only pass that collects what the loss function makes of the output, as for old log-probabilities."""
+
+    def logprobs(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return next_token_logprobs(logits, batch.input_ids, batch.plan, cp_rank=engine.cp_rank)
+
+    with torch.no_grad():
+        (collected,) = get_forward_backward_func()(
+            forward_step_func=engine.forward_step(None, logprobs),
+            data_iterator=iter([batch]),
+            model=engine.chunks,
+            num_microbatches=1,
+            seq_length=batch.plan.total_tokens,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        direct = logprobs(engine(batch), batch)
+    return float((collected - direct).abs().max())
+
+
+def _step(rank: int, path: str) -> tuple[float, float]:
     use_cpu()
     run = Run(family="qwen3_vl", cp=2)
     provider = configure(run, AutoBridge.from_hf_pretrained(path))
@@ -49,12 +72,14 @@ def _step(rank: int, path: str) -> float:
         "get_forward_backward_func": get_forward_backward_func,
     }
     exec(IMPORTS + EXAMPLE, names)
-    return sum(float(p.main_grad.norm()) for chunk in names["engine"].chunks for p in chunk.parameters())
+    engine = names["engine"]
+    return sum(float(p.main_grad.norm()) for chunk in engine.chunks for p in chunk.parameters()), _score(engine, batch)
 
 
 def test_the_example_runs_a_step(checkpoint: Callable[[str], str]) -> None:
-    gradients = run_ranks(2, _step, checkpoint("qwen3_vl"))
-    assert all(norm > 0 for norm in gradients)
+    for norm, difference in run_ranks(2, _step, checkpoint("qwen3_vl")):
+        assert norm > 0
+        assert difference == 0
 
 
 def test_the_readme_shows_it() -> None:

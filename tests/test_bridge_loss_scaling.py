@@ -52,18 +52,17 @@ def test_without_the_hook_gradients_are_dp_times_cp_too_large(
     assert rest < TIGHT
 
 
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
 @pytest.mark.parametrize(
-    "ddp",
-    [
-        {"average_in_collective": True},
-        {"use_distributed_optimizer": True},
-        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    ],
+    ("dp", "ddp"),
+    [(2, {"average_in_collective": True}), (1, SHARDED), (2, OVERLAPPED)],
     ids=["average-in-collective", "distributed-optimizer", "distributed-optimizer-overlapped"],
 )
-@pytest.mark.parametrize("dp", [1, 2])
 def test_with_the_hook_the_ratio_is_one(
-    ddp: dict[str, Any], dp: int, run: Callable[..., Result], one_rank: Callable[[str], Result]
+    dp: int, ddp: dict[str, Any], run: Callable[..., Result], one_rank: Callable[[str], Result]
 ) -> None:
     factor, rest = ratio(run(**FEW, dp=dp, cp=2, ddp=ddp), one_rank("few"))
     assert factor == pytest.approx(1.0, rel=1e-6)
@@ -71,7 +70,7 @@ def test_with_the_hook_the_ratio_is_one(
 
 
 def test_without_the_hook_ddp_refuses_to_average_in_the_collective(run: Callable[..., Result]) -> None:
-    with pytest.raises(AssertionError, match="Cannot average in collective when calculating per-token loss!"):
+    with pytest.raises(Exception, match="Cannot average in collective when calculating per-token loss!"):
         run(**FEW, cp=2, hooks=(), ddp={"average_in_collective": True})
 
 

@@ -21,7 +21,7 @@ from vlm_cp.collate import pack_samples
 from vlm_cp.demo.models import tiny_config
 from vlm_cp.demo.processor import build_tokenizer
 from vlm_cp.engines.megatron import MegatronEngine
-from vlm_cp.engines.preflight import check_versions
+from vlm_cp.engines.preflight import check_versions, emitter_kind
 from vlm_cp.families.capability import CAPABILITIES
 from vlm_cp.spec import VLMSpec
 
@@ -159,6 +159,13 @@ def test_an_emitter_that_does_not_fit_the_flag(name: str) -> None:
         engine(shell(**settings)).forward_step(emitter, lambda output, b: None)
 
 
+def test_the_kind_of_an_emitter() -> None:
+    cpu = torch.device("cpu")
+    assert emitter_kind(emit_default, cpu) == "default"
+    assert emitter_kind(emit_per_token, cpu) == "per_token"
+    assert emitter_kind(lambda loss: (loss.local_sum, torch.tensor(64), {}), cpu) == "per_token_routed"
+
+
 def test_emitters_that_fit() -> None:
     engine(shell(router=False)).forward_step(emit_default, lambda output, b: None)
     engine(shell(calculate_per_token_loss=True, router=True)).forward_step(emit_per_token, lambda output, b: None)
@@ -186,6 +193,13 @@ def test_lost_deepstack_gradients(tower: dict[str, Any], reason: str) -> None:
     engine(model).forward_step(emit_default, lambda output, b: None)
 
 
+def test_a_batch_that_was_cut_already() -> None:
+    with refuses(
+        "batch must be a PackedBatch, the full stream, got LocalBatch; the engine cuts it itself, as its layout says"
+    ):
+        engine(shell())(batch(8).local(0))  # type: ignore[arg-type]
+
+
 def test_a_direct_call_of_one_stage() -> None:
     model = shell()
     with refuses("chunks must be one whole model for a direct call, got 1 pipeline stages; use forward_step"):
@@ -210,7 +224,7 @@ def _on_two_ranks(rank: int) -> dict[str, str | None]:
     }
     step = engine(build()).forward_step(None, lambda output, b: None)
     fixed = engine(shell(pp=world, variable_seq_lengths=False)).forward_step(None, lambda output, b: None)
-    fixed.first = batch(8)
+    fixed.engine.first_total = 8
     split = shell("GPTModel", tp=world, sequence_parallel=True)
     return {
         "config": _message(lambda: engine(build(context_parallel_size=4))),

@@ -10,7 +10,7 @@ and as Bridge's second way for Qwen3VLModel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,12 @@ from vlm_cp.engines.bridge_tower import HostGridTower
 from vlm_cp.engines.packed_params import PlannedSeqParams, packed_seq_params
 from vlm_cp.engines.preflight import (
     Emitter,
-    check_emitter,
+    check_flags,
     check_gradients,
     check_model,
     check_plan,
     check_same_batch,
+    emitter_kind,
     inspect_model,
     unwrap,
 )
@@ -54,6 +55,7 @@ class MegatronEngine:
         self.model = inspect_model(self.chunks)
         check_model(self.model, layout)
         self.layout: Layout = layout
+        self.first_total: int | None = None  # T of the first batch that came through a schedule
         _check_spec(self.model.chunks[0], spec)
 
     @property
@@ -110,31 +112,31 @@ class MegatronEngine:
         collect `loss_fn`'s results (`collect_non_loss_data`). with_labels: see `inputs`.
         """
         if emitter is not None:
-            check_emitter(self.model, emitter)
+            device = next(self.model.chunks[0].parameters()).device
+            check_flags(self.model, emitter_kind(emitter, device))
             check_gradients(self.model)
         return ForwardStep(self, emitter, loss_fn, with_labels)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ForwardStep:
     """One micro-batch on one stage: `(data_iterator, chunk) -> (output, loss function)`.
 
-    The first batch is compared over the CP and TP ranks, which costs one sync; later ones are not.
+    An engine's first batch is compared over the CP and TP ranks, which costs one sync; later ones are not.
     """
 
     engine: MegatronEngine
     emitter: Emitter | None
     loss_fn: LossFn
     with_labels: bool = False
-    first: PackedBatch | None = field(default=None, init=False)
 
     def __call__(self, data_iterator: Iterator[PackedBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch, engine = next(data_iterator), self.engine
         check_plan(engine.model, batch)
-        if self.first is None:
+        if engine.first_total is None:
             check_same_batch(engine.model, batch)
-            self.first = batch
-        _check_fixed_length(engine, self.first, batch)
+            engine.first_total = batch.plan.total_tokens
+        _check_fixed_length(engine, engine.first_total, batch)
         output = _output(chunk(**engine.inputs(batch, chunk, with_labels=self.with_labels)))
         return output, partial(self._loss, batch)
 
@@ -166,11 +168,11 @@ def _check_spec(model: Any, spec: VLMSpec | None) -> None:
             )
 
 
-def _check_fixed_length(engine: MegatronEngine, first: PackedBatch, batch: PackedBatch) -> None:
+def _check_fixed_length(engine: MegatronEngine, total: int, batch: PackedBatch) -> None:
     fixed = engine.model.pp_size > 1 and not engine.model.config.variable_seq_lengths
-    if fixed and batch.plan.total_tokens != first.plan.total_tokens:
+    if fixed and batch.plan.total_tokens != total:
         raise ValueError(
-            f"batch.plan must have total_tokens {first.plan.total_tokens} like the first batch while variable_seq_lengths is off, got "
+            f"batch.plan must have total_tokens {total} like the first batch while variable_seq_lengths is off, got "
             f"{batch.plan.total_tokens}; the next pipeline stage would wait for another shape"
         )
 

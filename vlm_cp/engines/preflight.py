@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from vlm_cp.families.capability import Capability, Layout, capability_of
 
 # A `TokenLoss` -> what mcore's loss function returns: (loss, metrics) or (loss, num_tokens, metrics).
 Emitter = Callable[[Any], tuple[Any, ...]]
+EmitterKind = Literal["default", "per_token", "per_token_routed"]
 
 _FLAG = "calculate_per_token_loss"
 PACKAGES = {"min_bridge": "megatron-bridge", "min_core": "megatron-core"}
@@ -128,21 +129,23 @@ def _check_delta_net(config: Any, model: BridgeModel) -> None:
         )
 
 
-def check_emitter(model: BridgeModel, emitter: Emitter) -> None:
-    """Refuses an emitter that is not the one Megatron's loss scaling expects, found out by an empty loss.
-
-    (loss, metrics) needs `calculate_per_token_loss` off, (loss, num_tokens, metrics) needs it on: in the config and in
-    every module that copied it when it was built (MoE routers).
-    """
-    device = next(model.chunks[0].parameters()).device
-    nothing = SimpleNamespace(local_sum=torch.zeros((), device=device), local_count=torch.zeros((), device=device))
-    out: Any = emitter(nothing)
+def emitter_kind(emitter: Emitter, device: torch.device) -> EmitterKind:
+    """Which loss contract an emitter serves, found out by giving it an empty loss; emitters are pure functions."""
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    out: Any = emitter(SimpleNamespace(local_sum=torch.zeros((), device=device), local_count=count))
     if not isinstance(out, tuple) or len(out) not in (2, 3):
         raise ValueError(
             f"emitter must return (loss, metrics) or (loss, num_tokens, metrics), got {type(out).__name__}; "
             "Megatron's schedule would not know how to scale it"
         )
-    per_token = len(out) == 3
+    if len(out) == 2:
+        return "default"
+    return "per_token_routed" if int(out[1]) else "per_token"
+
+
+def check_flags(model: BridgeModel, kind: EmitterKind) -> None:
+    """Refuses a model whose `calculate_per_token_loss` is not the emitter's: in the config or in a module's copy (MoE routers)."""
+    per_token = kind != "default"
     holders = [("config", model.config)]
     holders += [(name, m) for chunk in model.chunks for name, m in chunk.named_modules() if _FLAG in vars(m)]
     wrong = next((name for name, holder in holders if bool(getattr(holder, _FLAG)) != per_token), None)
@@ -170,6 +173,10 @@ def check_gradients(model: BridgeModel) -> None:
 
 def check_plan(model: BridgeModel, batch: PackedBatch) -> None:
     """Refuses a batch that was packed for another parallel layout, or that lies on another device than the model."""
+    if not isinstance(batch, PackedBatch):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"batch must be a PackedBatch, the full stream, got {type(batch).__name__}; the engine cuts it itself, as its layout says"
+        )
     alignment, device = batch.plan.alignment, next(model.chunks[0].parameters()).device
     if alignment.cp_size != model.cp_size:
         raise ValueError(
