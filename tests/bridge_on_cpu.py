@@ -145,14 +145,14 @@ def _normalise(module: Any, prefix: str, x: Tensor, eps: float) -> Tensor:
 
 
 class VisionAttention(MegatronModule):
-    """Full attention inside each frame, at cp_size 1, for the tower."""
+    """Full attention of each run of queries to its keys, at cp_size 1, for the tower."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__(config=config)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None, *, packed_seq_params: Any, **_: Any) -> Tensor:
-        frames = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(*(x.split(frames) for x in (q, k, v)), strict=True)
+        queries, keys = (x.diff().tolist() for x in (packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv))
+        parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
         out = [F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in part)) for part in parts]
         return torch.cat([x[0].transpose(0, 1) for x in out]).flatten(1)
 

@@ -41,10 +41,34 @@ def test_all_to_all():
     assert [grad for _, grad in found] == [[1, 2, 3]] * 3
 
 
+def _rows(rank):
+    """Rank r sends r + to rows to rank `to`, none where that is divisible by 3."""
+    size = dist.get_world_size()
+    counts = [[0 if (r + to) % 3 == 0 else r + to for to in range(size)] for r in range(size)]
+    sent = torch.cat([torch.full((n, 2), 10.0 * rank + to) for to, n in enumerate(counts[rank])]).requires_grad_()
+    received = [counts[r][rank] for r in range(size)]
+    got = comm.all_to_all_rows(sent, sent=counts[rank], received=received, group=dist.group.WORLD)
+    (got * (rank + 1)).sum().backward()
+    expected = torch.cat([torch.full((n, 2), 10.0 * r + rank) for r, n in enumerate(received)])
+    gradient = torch.cat([torch.full((n, 2), to + 1.0) for to, n in enumerate(counts[rank])])
+    return torch.equal(got, expected), torch.equal(sent.grad, gradient)
+
+
+def test_all_to_all_rows():
+    assert run_ranks(3, _rows) == [(True, True)] * 3
+
+
+def test_rows_that_would_be_waited_for_are_refused():
+    message = "sent must add up to x's 3 rows, got [1, 1]; the ranks would wait for rows that never come"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        comm.all_to_all_rows(torch.zeros(3, 1), sent=[1, 1], received=[1, 1], group=None)
+
+
 def test_one_rank_is_the_identity():
     x = torch.randn(1, 3, requires_grad=True)
     assert comm.all_gather(x, None, backward="sum") is x
     assert comm.all_to_all(x, None) is x
+    assert comm.all_to_all_rows(x, sent=[1], received=[1], group=None) is x
     assert (comm.group_size(None), comm.group_rank(None)) == (1, 0)
 
 

@@ -29,7 +29,7 @@ def _example(rank, code):
 
 
 def test_the_example_runs_and_its_ranks_agree():
-    code = re.search(r"## Use it\n+```python\n(.*?)```", README, re.S).group(1)
+    code = re.search(r"over gloo or NCCL:\n+```python\n(.*?)```", README, re.S).group(1)
     (first, gradient), (second, other) = run_ranks(2, _example, code)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     assert torch.equal(gradient, other)

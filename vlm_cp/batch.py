@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -71,10 +72,14 @@ class PackedBatch:
         return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
 
     def image_stream(self) -> ImageStream | None:
-        """All media as images in the order of their placeholders; None for a batch of text only.
+        """All media as images in the order of their placeholders, the same object at every call; None for text only.
 
         What Megatron-Bridge takes without a look at the ids: it only puts the tower's rows where the mask is True.
         """
+        return self._image_stream
+
+    @cached_property
+    def _image_stream(self) -> ImageStream | None:
         media = self.media
         kinds = [x for x in (self.pixel_values, self.pixel_values_videos) if x is not None]
         if not len(media.frame_order):
@@ -85,7 +90,7 @@ class PackedBatch:
         grids = media.frame_grids[media.frame_order]
         return ImageStream(
             pixel_values=pixels,
-            grid_thw=grids.to(pixels.device, non_blocking=True),
+            grid_thw=grids,
             placeholder_mask=(media.slot_rows() >= 0)[None],
         )
 
@@ -109,7 +114,8 @@ class PackedBatch:
 class ImageStream:
     """Images and video frames of a batch as one list of images: row k of the tower's output goes to the k-th placeholder.
 
-    pixel_values: [patches, channels]. grid_thw: int64 [F, 3], (1, h, w) of every frame. placeholder_mask: bool [1, T].
+    pixel_values: [patches, channels]. grid_thw: int64 [F, 3], (1, h, w) of every frame, on the CPU, where it is read.
+    placeholder_mask: bool [1, T].
     """
 
     pixel_values: Tensor

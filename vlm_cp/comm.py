@@ -6,6 +6,7 @@ Each function says what its backward does, since two right gradients exist (see 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -123,6 +124,39 @@ def sum_gradient(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return _AllReduce.apply(x, group, False)  # pyright: ignore[reportReturnType]
 
 
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _trade_rows(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _trade_rows(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _trade_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+def all_to_all_rows(
+    x: Tensor, *, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Sends the first sent[0] rows of `x` to rank 0, the next sent[1] to rank 1, ...; returns what came, received[r] from rank r.
+
+    Any of them may be 0, but every rank must call it. The backward is the reverse exchange, its own adjoint.
+    """
+    if sum(sent) != len(x):
+        raise ValueError(
+            f"sent must add up to x's {len(x)} rows, got {list(sent)}; the ranks would wait for rows that never come"
+        )
+    if group_size(group) == 1:
+        return x
+    return _AllToAllRows.apply(x, list(sent), list(received), group)  # pyright: ignore[reportReturnType]
+
+
 def raise_together(fault: str | None, group: dist.ProcessGroup | None) -> None:
     """Raises `ValueError` on every rank of `group` when any rank has a fault, with the first faulty rank's sentence.
 
@@ -142,6 +176,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_rows",
     "group_rank",
     "group_size",
     "raise_together",

@@ -1,10 +1,10 @@
 """Megatron-Bridge provider hooks and framework drop-ins. Imports vlm_cp, never the reverse."""
 
-# pyright: reportMissingTypeStubs=false
 from vlm_cp_hooks.deepstack import keep_deepstack_gradients
 from vlm_cp_hooks.loss_scaling import keep_default_loss_scaling, keep_skyrl_loss_scaling
 from vlm_cp_hooks.register import register
 from vlm_cp_hooks.value_head import ValueHead, value_head
+from vlm_cp_hooks.vision import shard_vision_over_cp
 
 __all__ = [
     "ValueHead",
@@ -12,5 +12,6 @@ __all__ = [
     "keep_default_loss_scaling",
     "keep_skyrl_loss_scaling",
     "register",
+    "shard_vision_over_cp",
     "value_head",
 ]

@@ -1,6 +1,5 @@
 """Keeps the gradient of Qwen3-VL's deepstack rows, which megatron-bridge 0.6.2 loses under sequence parallelism and recompute."""
 
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import logging

@@ -4,7 +4,6 @@ Megatron-Bridge's Qwen3-VL providers switch `calculate_per_token_loss` on at cp_
 (loss, metrics) then gets gradients that are dp * cp times too large, and DDP refuses `average_in_collective`.
 """
 
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 import logging

@@ -7,7 +7,6 @@ Sizes and ranks come from Megatron's parallel state, as in SkyRL. Lengths, offse
 SkyRL does afterwards (targets, the gather of log-probabilities, routed-expert replay) stays as it is.
 """
 
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -7,7 +7,6 @@ layer spec names its core attention and the layer works at any cp_size, on gloo 
     spec.submodules.self_attention.submodules.core_attention = CoreAttention
 """
 
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 from typing import Any

@@ -9,7 +9,6 @@ rows come out without a graph, and the deepstack mergers are not trained at all.
 The main rows are not concerned. Forward values are right in both cases, so a loss curve tells nothing.
 """
 
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ its attention exchanging keys and values -> local logits. Every rank must call t
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,13 @@ from transformers import AttentionInterface
 from vlm_cp import comm
 from vlm_cp.attention import AttentionMethod, ContextParallelAttention
 from vlm_cp.batch import LocalBatch, PackedBatch
+from vlm_cp.cost import VisionWork
+from vlm_cp.engines.hf_vision import encode_shared
 from vlm_cp.families import VisionRows, family_of
 from vlm_cp.plan import SequencePlan
 from vlm_cp.spec import VLMSpec
+from vlm_cp.vision import MIN_PATCHES, VisionAssignment, assign_vision
+from vlm_cp.vision_layout import VisionLayout
 
 _NAME = "vlm_cp"
 
@@ -28,6 +32,8 @@ class HFEngine:
     """Runs `model` (a `...ForConditionalGeneration` of a supported family) on packed batches.
 
     cp_group: the context-parallel group, None for one rank. attention: see `vlm_cp.attention`.
+    vision: "replicated", every rank encodes all images and frames; "shared", each its share (`vlm_cp.vision`), from
+    min_patches patches in a batch.
     While the engine is open, the model's text attention only works through it; `close` (or leaving the `with` block) puts
     the former attention back and removes the hooks. Parameters, their names and the vision tower are never touched.
 
@@ -42,18 +48,27 @@ class HFEngine:
         spec: VLMSpec,
         cp_group: dist.ProcessGroup | None = None,
         attention: AttentionMethod = "all_gather",
+        vision: VisionWork = "replicated",
+        min_patches: int = MIN_PATCHES,
     ) -> None:
         self.model: Any = model
         self.family = family_of(spec)
         self.cp_group = cp_group
         self.cp_rank = comm.group_rank(cp_group)
         self.attention: AttentionMethod = attention
+        self.vision: VisionWork = vision
+        self.min_patches = min_patches
         text = self.model.config.text_config
         found = VLMSpec.from_hf_config(self.model.config)
         if found != spec:
             raise ValueError(
                 f"spec must describe the model, {found}, got {spec}; rows and positions would be placed by other rules"
             )
+        if vision not in get_args(VisionWork):
+            raise ValueError(
+                f"vision must be one of {', '.join(get_args(VisionWork))}, got {vision!r}; every rank would encode everything"
+            )
+        self.spec = spec
         _check_text_config(text, attention, comm.group_size(cp_group))
         self._former_attention: str = text._attn_implementation
         AttentionInterface.register(_NAME, _attention)
@@ -105,7 +120,18 @@ class HFEngine:
         found = [(pixels, grids) for pixels, grids in kinds if pixels is not None and grids is not None]
         if not found:
             return None
-        return self.family.encode(self.model, torch.cat([p for p, _ in found]), torch.cat([g for _, g in found]))
+        pixels = torch.cat([p for p, _ in found])
+        if self.vision == "shared":
+            assignment = self.assign(batch)
+            if assignment.mode != "replicated":
+                layout = VisionLayout.of(assignment, self.cp_rank, pixels.device)
+                return encode_shared(self.model, self.family, pixels, layout, self.cp_group)
+        return self.family.encode(self.model, pixels, torch.cat([g for _, g in found]))
+
+    def assign(self, batch: PackedBatch) -> VisionAssignment:
+        """Which rank encodes which of the batch's frames where vision is "shared"."""
+        cp_size = comm.group_size(self.cp_group)
+        return assign_vision(batch.media.grids, cp_size=cp_size, spec=self.spec, min_patches=self.min_patches)
 
     def sync_gradients(self, dp_cp_group: dist.ProcessGroup | None) -> None:
         """Sums every parameter's gradient over the ranks; right when each rank's loss is its share of the global loss.

@@ -1,6 +1,5 @@
 """`PackedSeqParams` of a plan: what Megatron's attention, rotary and delta-net layers read about a packed stream."""
 
-# pyright: reportMissingTypeStubs=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field

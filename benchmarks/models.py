@@ -1,0 +1,81 @@
+"""Megatron-Bridge models to measure: stock, or with this package's hooks, at any context-parallel size, in one process group."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+if importlib.util.find_spec("transformer_engine") is None:  # to try a program on the CPU; tests/ must be on the path
+    import bridge_on_cpu
+
+from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from transformers import Qwen3VLConfig
+from vlm_cp_hooks import register
+
+from benchmarks.cases import Shape
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def start(device: str) -> torch.device:
+    """Joins the process group that torchrun describes (one rank without it); on the CPU, gloo and no Transformer Engine."""
+    logging.disable(logging.INFO)
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29655")
+    if device == "cpu":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        bridge_on_cpu.use_cpu()
+        return torch.device("cpu")
+    found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(found)
+    dist.init_process_group("nccl", rank=rank, world_size=size, timeout=timedelta(seconds=120), device_id=found)
+    return found
+
+
+def build(
+    shape: Shape,
+    *,
+    cp: int = 1,
+    hooks: Sequence[Any] = (),
+    provider: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    device: torch.device,
+) -> tuple[Any, Any]:
+    """(provider, the wrapped model). Every arm starts from the same weights: the seed is set anew before each build."""
+    config = Qwen3VLConfig(
+        text_config=dict(shape.text), vision_config=dict(shape.vision), **shape.tokens, tie_word_embeddings=False
+    )
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    found = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    half = device.type == "cuda"
+    settings: dict[str, Any] = {
+        "context_parallel_size": cp,
+        "bf16": half,
+        "params_dtype": torch.bfloat16 if half else torch.float32,
+        "pipeline_dtype": torch.bfloat16 if half else torch.float32,
+        "moe_token_dispatcher_type": "alltoall",
+        "gradient_accumulation_fusion": False,  # needs APEX
+        "cross_entropy_loss_fusion": half,
+        "calculate_per_token_loss": True,
+    }
+    for name, value in {**settings, **(provider or {})}.items():
+        setattr(found, name, value)
+    found.finalize()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    found.initialize_model_parallel(seed=1 if half else None)
+    torch.manual_seed(0)
+    register(found, *hooks)
+    wrap = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, **(ddp or {})})
+    return found, found.provide_distributed_model(ddp_config=wrap, use_cpu_initialization=not half)[0]

@@ -1,0 +1,73 @@
+"""Measures functions side by side: interleaved, so that a slow minute hits all alike; medians, and how far the rest lies off."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def measure(
+    arms: Mapping[str, Callable[[], Any]], *, rounds: int = 7, warmup: int = 2, budget: float | None = None
+) -> dict[str, dict[str, float]]:
+    """arm -> ms (median), spread_ms (from the first to the last quartile), host_ms (until the call returned), peak_gib.
+
+    All ranks of the default group call this together; a round starts behind a barrier. budget: seconds after which no
+    round begins (rank 0 decides), two being run in any case.
+    """
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
+    begin = time.perf_counter()
+    for number in range(-warmup, rounds):
+        if number >= 2 and budget is not None and _together(time.perf_counter() - begin > budget):
+            break
+        for name, run in arms.items():
+            sample = once(run)
+            if number >= 0:
+                found[name].append(sample)
+    return {name: summary(samples) for name, samples in found.items()}
+
+
+def once(run: Callable[[], Any]) -> tuple[float, float, float]:
+    """(ms, host ms, peak GiB) of one call, between two waits for the device."""
+    _wait()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    run()
+    returned = time.perf_counter()
+    _wait(barrier=False)
+    end = time.perf_counter()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return (end - begin) * 1e3, (returned - begin) * 1e3, peak
+
+
+def summary(samples: list[tuple[float, float, float]]) -> dict[str, float]:
+    times = sorted(ms for ms, _, _ in samples)
+    quarter = len(times) // 4
+    return {
+        "ms": round(statistics.median(times), 3),
+        "spread_ms": round(times[-1 - quarter] - times[quarter], 3),
+        "host_ms": round(statistics.median(host for _, host, _ in samples), 3),
+        "peak_gib": round(max(peak for _, _, peak in samples), 2),
+        "rounds": len(samples),
+    }
+
+
+def _wait(*, barrier: bool = True) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if barrier and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _together(value: bool) -> bool:
+    """Rank 0's value, on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    flag = torch.tensor([float(value)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(flag, 0)
+    return bool(flag.item())
