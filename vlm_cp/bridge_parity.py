@@ -121,7 +121,8 @@ def _run_rank(
         if name == "order":
             outcome = Outcome(list(outcome.logprobs)[::-1], outcome.loss, outcome.gradients)
         runs[name] = outcome, perf_counter() - begin
-        gc.collect()  # the model is in reference cycles
+        if device == "cuda":
+            gc.collect()  # the model is in reference cycles, and its memory is needed for the next one
     return runs if rank == 0 else None
 
 
