@@ -45,7 +45,7 @@ def test_cited_results_exist_and_passed(file):
 
 
 def test_the_support_table_says_what_the_cpu_result_shows():
-    rows = json.loads((ROOT / "benchmarks/results/parity_cpu2_2026-11-30.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks/results/parity-hf_2xcpu_2026-11-30.json").read_text())["rows"]
     assert {(r["family"], r["cp"], r["attention"]) for r in rows} == {
         (family, cp, method)
         for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
