@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,3 +62,18 @@ def tolerance_of(family: str, layout: str, device: str) -> Tolerance:
     if device == "cpu":
         return TABLE["cpu"]
     return TABLE.get(f"{family}/{layout}", TABLE.get(layout, TABLE.get(layout.split("-")[0], DEFAULT)))
+
+
+def judged(row: Mapping[str, Any], layout: str, floor: float | None) -> dict[str, Any]:
+    """A measured row's verdict: its tolerance, the model's noise floor, and whether every bound holds. NaN never does."""
+    tolerance = tolerance_of(row["family"], layout, row["device"])
+    mean = row["logprob_mean_abs"]
+    holds = [mean == mean]
+    if tolerance.logprob_mean_abs is not None:
+        holds.append(mean <= tolerance.logprob_mean_abs)
+    if floor and tolerance.times_floor is not None:
+        holds.append(mean <= tolerance.times_floor * floor)
+    if "grad_norm_ratio" in row:
+        holds.append(abs(row["grad_norm_ratio"] - 1) <= tolerance.grad_norm_ratio)
+        holds.append(row["grad_max_rel"] <= tolerance.grad_max_rel)
+    return {"logprob_floor": floor, "tolerance": tolerance.describe(), "passed": all(holds)}
