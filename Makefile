@@ -37,7 +37,6 @@ bench: $(VENV)/.test ## what can be measured without a GPU; writes benchmarks/re
 	$(BIN)/python -m benchmarks.floor
 
 examples: $(VENV)/.test ## the small trainer, CP=1 and CP=2 (20 minutes on two cores)
-	$(PIP) install -q --group examples
 	$(BIN)/python examples/train_sft.py --out examples/results
 
 clean: ## remove the environment and what was written
