@@ -1,6 +1,6 @@
 """Parity of the embedded engine over families, CP sizes and exchange methods: the rows that the README's support table cites.
 
-python -m benchmarks.parity [--device cuda --dtype bfloat16 --cp 2]
+python -m benchmarks.parity [--device cuda|cuda:0 --dtype bfloat16 --cp 2]
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--device", default="cpu", choices=["cpu", "cuda", "cuda:0"], help="cuda:0: all ranks on one device"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cp", default="2,3,4", help="comma-separated")
     parser.add_argument("--methods", default="all_gather,all_to_all", help="comma-separated")

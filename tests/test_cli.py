@@ -55,7 +55,7 @@ def test_a_saved_checkpoint_with_its_processor(tmp_path, capsys):
         ),
         (
             ["parity", "--engine", "bridge", "--device", "cuda", "--dtype", "bfloat16", "--cp", "2", "--tp", "2"],
-            "--device cuda must find 4 devices, got 0; ranks would share one",
+            "--device cuda must find 4 devices, got 0; use cuda:0 to share one",
         ),
         (
             ["parity", "--family", "qwen3_vl", "--cp", "3", "--attention", "all_to_all"],
