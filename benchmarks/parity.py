@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
@@ -27,10 +28,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cp", default="2,3,4", help="comma-separated")
     parser.add_argument("--methods", default="all_gather,all_to_all", help="comma-separated")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
+    parser.add_argument("--json", type=Path, help="results file; the one of today without it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, file = [], None
-    for family in FAMILIES:
+    for family in options.families.split(","):
         for method in options.methods.split(","):
             heads = HEADS if method == "all_to_all" else {}
             if heads and family == "qwen2_5_vl":
@@ -41,7 +44,7 @@ def main() -> int:
                 rows.append(row)
                 keys = ("family", "attention", "cp", "passed", "logprob_max_abs", "grad_max_rel", "grad_norm_ratio")
                 print({key: row[key] for key in keys}, flush=True)
-                file = write_results("parity-hf", rows)  # after every row, for what ends early
+                file = write_results("parity-hf", rows, options.json)  # after every row, for what ends early
     print(file)
     return 0 if all(row["passed"] for row in rows) else 1
 
