@@ -61,7 +61,7 @@ def run_bridge_parity(
     """Compares CP=`cp` with CP=1 in Megatron-Bridge, both at this tp (with sequence parallelism above 1).
 
     device: "cuda" needs cp * tp devices, "cuda:0" one, shared over gloo; both Transformer Engine. prepare: called on every rank before Megatron is imported
-    (the tests replace what needs a GPU). bound, progress: as in `run_parity`.
+    (the tests replace what needs a GPU, or a GPU a rank). bound, progress: as in `run_parity`.
     """
     progress(f"Megatron-Bridge on {cp * tp} ranks: CP=1 three times, then CP={cp}")
     with tempfile.TemporaryDirectory() as folder:

@@ -110,8 +110,11 @@ def _check_parity(options: argparse.Namespace) -> None:
         )
     if options.engine == "hf" and options.tp > 1:
         raise ValueError(f"--tp must be 1 for the hf engine, got {options.tp}; transformers' layers are not split")
-    if options.engine == "bridge" and options.device == "cpu":
-        raise ValueError("--device must be cuda for the bridge engine, got cpu; its layers are Transformer Engine's")
+    if options.engine == "bridge" and options.device != "cuda":
+        raise ValueError(
+            f"--device must be cuda for the bridge engine, got {options.device}; its layers are Transformer Engine's, and its "
+            "sum of gradients needs NCCL, a device for each rank"
+        )
     if options.engine == "bridge" and options.dtype != "bfloat16":
         raise ValueError(
             f"--dtype must be bfloat16 for the bridge engine, got {options.dtype}; "
@@ -119,7 +122,7 @@ def _check_parity(options: argparse.Namespace) -> None:
         )
     needed, found = {"cpu": 0, "cuda": ranks}.get(options.device, 1), torch.cuda.device_count()
     if found < needed:
-        raise ValueError(f"--device {options.device} must find {needed} devices, got {found}; use cuda:0 to share one")
+        raise ValueError(f"--device {options.device} must find {needed} devices, got {found}; ranks would share one")
 
 
 def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> ParityReport:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from shared_device import sum_buckets_one_by_one
 
 from vlm_cp.launch import rank_device
 
@@ -47,6 +48,9 @@ def main() -> None:
     torch._dynamo.config.disable = True  # compiling megatron-core's small functions costs more time than all rows
     import layouts
     from rows import Bench
+
+    if args.device == "cuda:0":
+        sum_buckets_one_by_one()
 
     bench = Bench(args.work, device)
     for item in args.items:
