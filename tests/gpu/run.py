@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=480.0, help="seconds after which no item is begun; all ends a minute later"
     )
-    parser.add_argument("--device", choices=("cuda", "cuda:0", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cuda:0", "cpu"), help="cuda with two GPUs, cuda:0 with one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--work", type=Path, help="where checkpoints and logs go; a temporary folder without it")
     parser.add_argument(
@@ -55,6 +55,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.judge:
         return judge_again(args.judge)
+    args.device = args.device or ("cuda" if len(gpu_names()) > 1 else "cuda:0")
     todo = args.items.split(",") if args.items else ["/".join(item) for item in layouts.items(args.device)]
     work: Path = args.work or Path(tempfile.mkdtemp(prefix="vlm_cp_parity_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -189,11 +190,14 @@ def versions() -> dict[str, str]:
 def hardware_name(device: str) -> str:
     if device == "cpu":
         return "cpu"
+    count = 2 if device == "cuda" else 1
+    return f"{count}x" + re.sub(r"[^a-z0-9]+", "-", gpu_names()[0].lower().removeprefix("nvidia ")).strip("-")
+
+
+def gpu_names() -> list[str]:
+    """Of every GPU in this machine."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
-    return ("2x" if device == "cuda" else "1x") + re.sub(
-        r"[^a-z0-9]+", "-", names[0].lower().removeprefix("nvidia ")
-    ).strip("-")
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
