@@ -47,6 +47,15 @@ def start(device: str) -> torch.device:
     return found
 
 
+def hf_config(shape: Shape) -> Qwen3VLConfig:
+    """The shape as a transformers config."""
+    config = Qwen3VLConfig(
+        text_config=dict(shape.text), vision_config=dict(shape.vision), **shape.tokens, tie_word_embeddings=False
+    )
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    return config
+
+
 def build(
     shape: Shape,
     *,
@@ -58,11 +67,7 @@ def build(
     device: torch.device,
 ) -> tuple[Any, Any]:
     """(provider, the model, wrapped for data parallelism). Equal from build to build: the seed is set anew before each."""
-    config = Qwen3VLConfig(
-        text_config=dict(shape.text), vision_config=dict(shape.vision), **shape.tokens, tie_word_embeddings=False
-    )
-    config.architectures = ["Qwen3VLForConditionalGeneration"]
-    found = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    found = AutoBridge.from_hf_config(hf_config(shape)).to_megatron_provider(load_weights=False)
     half = device.type == "cuda"
     settings: dict[str, Any] = {
         "context_parallel_size": cp,

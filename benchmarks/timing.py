@@ -16,7 +16,7 @@ Sample = tuple[float, float, float]  # ms, host ms, peak GiB
 def measure(
     arms: Mapping[str, Callable[[], Any]], *, rounds: int = 7, warmup: int = 2, budget: float | None = None
 ) -> dict[str, dict[str, float]]:
-    """arm -> ms (median), spread_ms (from the first to the last quartile), host_ms (until the call returned), peak_gib.
+    """arm -> ms (median), min_ms, spread_ms (from the first to the last quartile), host_ms (until the call returned), peak_gib.
 
     All ranks of the default group call this together; a round starts behind a barrier. budget: seconds after which no
     round begins (rank 0 decides), two being run in any case.
@@ -52,6 +52,7 @@ def summary(samples: list[Sample]) -> dict[str, float]:
     quarter = len(times) // 4
     return {
         "ms": round(statistics.median(times), 3),
+        "min_ms": round(times[0], 3),
         "spread_ms": round(times[-1 - quarter] - times[quarter], 3),
         "host_ms": round(statistics.median(host for _, host, _ in samples), 3),
         "peak_gib": round(max(peak for _, _, peak in samples), 2),

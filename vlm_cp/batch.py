@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vlm_cp import rows, transfer
 from vlm_cp.alignment import Alignment
 from vlm_cp.media import MediaTable
 from vlm_cp.plan import SequencePlan
@@ -180,9 +181,11 @@ def preprocess_packed_seqs(
     plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
     if sub_seq_lengths is not None:
         _check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
+    cells = rows.true_cells(mask, sum(plan.lengths))
     if shard_for_cp and alignment.cp_size > 1:
-        return plan.shard_rows(input_ids, mask, cp_rank or 0, pad_token_id)[None], plan
-    return plan.pack_rows(input_ids, mask, pad_token_id)[None], plan
+        return plan.shard_cells(input_ids, cells, cp_rank or 0, pad_token_id)[None], plan
+    real = input_ids.flatten(0, 1).index_select(0, cells)
+    return rows.put(real, plan.real_index, plan.total_tokens, pad_token_id)[None], plan
 
 
 def postprocess_packed_seqs(
@@ -202,13 +205,15 @@ def postprocess_packed_seqs(
     """
     if align not in ("slot", "token"):
         raise ValueError(f'align must be "slot" or "token", got {align!r}; every value would stand one token off')
-    stream = plan.gather(values_local, group)
-    slots = plan.row_slots(attention_mask)
-    cells, slots = slots < plan.total_tokens, slots.clamp(max=plan.total_tokens - 1)
+    stream, slots = plan.gather(values_local, group), plan.real_index
     if align == "token":
-        cells, slots = cells & (plan.token_index[slots] > 0), (slots - 1).clamp(min=0)
-    rows = stream.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-    return rows.where(cells.view(*cells.shape, *[1] * (rows.ndim - 2)), fill)
+        first = torch.zeros_like(slots, dtype=torch.bool).index_fill(0, plan.cu_seqlens[:-1].long(), True)
+        real = stream.index_select(0, (slots - 1).clamp(min=0))
+        real = real.masked_fill(first.view(-1, *[1] * (real.ndim - 1)), fill)
+    else:
+        real = stream.index_select(0, slots)
+    cells = plan.row_cells(attention_mask)
+    return rows.put(real, cells, attention_mask.numel(), fill).unflatten(0, attention_mask.shape)
 
 
 def unpack(values_local: Tensor, plan: SequencePlan, *, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -249,7 +254,7 @@ def _check_row_layout(mask: Tensor, sub_seq_lengths: Sequence[Sequence[int]], ro
     edges = torch.zeros(rows, width + 1, dtype=torch.int32)
     edges.index_put_((row, starts), torch.ones_like(row, dtype=torch.int32), accumulate=True)
     edges.index_put_((row, starts + lengths), -torch.ones_like(row, dtype=torch.int32), accumulate=True)
-    expected = edges.cumsum(1)[:, :width].bool().to(mask.device)
+    expected = transfer.moved(edges.cumsum(1)[:, :width].bool(), mask.device)
     if mask.device.type != "cpu":
         torch._assert_async((mask == expected).all(), "attention_mask must be True at exactly sub_seq_lengths' tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif not torch.equal(mask, expected):

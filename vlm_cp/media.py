@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -67,7 +68,7 @@ class MediaTable:
         row_counts = grids.prod(1) // merge**2
         ids = input_ids[0]
         stands = plan.valid if placeholder_mask is None else plan.valid & placeholder_mask[0].bool()
-        slots = [(stands & (ids == token)).nonzero()[:, 0] for token in (spec.image_token_id, spec.video_token_id)]
+        slots = [_where(stands & (ids == token)) for token in (spec.image_token_id, spec.video_token_id)]
         table = cls(
             grids=grids,
             num_images=len(images),
@@ -129,19 +130,21 @@ class MediaTable:
         """A run is what must lie in one piece: an image, a frame of a video, or with the "time" scheme a whole video."""
         if not len(self.row_slots):
             return None
-        item = self.item_of_row()
-        run_length = self.row_counts.clone()
+        runs = self.row_counts
         if spec.position_scheme == "frames":
-            run_length[self.num_images :] //= self.grids[self.num_images :, 0]
-        offset = torch.arange(len(item)) - (self.row_counts.cumsum(0) - self.row_counts)[item]
-        starts_run = offset % run_length[item] == 0
-        broken = (self.row_slots.diff() != 1) & ~starts_run[1:]
-        if not bool(broken.any()):
+            frames = self.grids[:, 0].where(torch.arange(len(self.grids)) >= self.num_images, 1)
+            runs = (runs // frames).repeat_interleave(frames)
+        ends = runs.cumsum(0)
+        if torch.equal(self.row_slots[ends - 1] - self.row_slots[ends - runs] + 1, runs):  # slots of a kind ascend
             return None
+        starts_run = torch.zeros(len(self.row_slots), dtype=torch.bool)
+        starts_run[ends - runs] = True
+        item, run_length = self.item_of_row(), runs.repeat_interleave(runs)
+        broken = (self.row_slots.diff() != 1) & ~starts_run[1:]
         row = int(broken.nonzero()[0, 0]) + 1
         unit = "frame" if spec.position_scheme == "frames" and int(item[row]) >= self.num_images else "grid"
         return (
-            f"{self.name(int(item[row]))} of sample {int(self.samples[item[row]])} must have the {int(run_length[item[row]])} "
+            f"{self.name(int(item[row]))} of sample {int(self.samples[item[row]])} must have the {int(run_length[row])} "
             f"placeholders of a {unit} in one piece, got a gap before slot {int(self.row_slots[row])}; "
             "the positions of everything after it would be wrong"
         )
@@ -157,6 +160,11 @@ def _check_stream(name: str, x: Tensor, plan: SequencePlan) -> None:
             f"{name} and plan must lie on the CPU, got {x.device} and {plan.device}; "
             "media are checked once a batch before it moves, and checking them on an accelerator stalls the step"
         )
+
+
+def _where(mask: Tensor) -> Tensor:
+    """int64: where a mask [T] on the CPU is True; numpy takes an eighth of torch's time."""
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def _frames(grids: Tensor) -> Tensor:
@@ -194,7 +202,7 @@ def _grid_fault(grids: Tensor, kind: str, merge: int) -> str | None:
 
 def _count_fault(slots: Tensor, grids: Tensor, row_counts: Tensor, plan: SequencePlan, kind: str) -> str | None:
     """Placeholders against feature rows, sample by sample: each sample must hold whole items."""
-    held = torch.bincount(plan.sample_index[slots], minlength=len(plan.lengths)).cumsum(0)
+    held = torch.searchsorted(slots, plan.cu_seqlens_padded[1:].long())
     item_ends = torch.cat([torch.zeros(1, dtype=torch.int64), row_counts.cumsum(0)])
     unfit = ~torch.isin(held, item_ends)
     if not bool(unfit.any()):
