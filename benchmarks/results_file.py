@@ -39,11 +39,11 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> str:
-    """ "cpu2" for two CPU threads in reach, "h200x2" for two such devices."""
+    """ "2xcpu" for two CPUs that this process may use, "2xh200" for two such devices, as tests/gpu/run.py calls them."""
     count = torch.cuda.device_count()
     if not count:
-        return f"cpu{len(os.sched_getaffinity(0))}"
-    return f"{torch.cuda.get_device_name(0).removeprefix('NVIDIA ').lower().replace(' ', '-')}x{count}"
+        return f"{len(os.sched_getaffinity(0))}xcpu"
+    return f"{count}x{torch.cuda.get_device_name(0).removeprefix('NVIDIA ').lower().replace(' ', '-')}"
 
 
 def command() -> str:

@@ -47,7 +47,9 @@ def check_counts(counts: Tensor, cu_seqlens: Tensor, lengths: tuple[int, ...]) -
         torch._assert_async(fits, "attention_mask must mark exactly the plan's tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return
     found = counts.tolist()
-    if tuple(found) != lengths and not set(accumulate(found)) <= {0, *accumulate(lengths)} or sum(found) != sum(lengths):
+    if (tuple(found) != lengths and not set(accumulate(found)) <= {0, *accumulate(lengths)}) or sum(found) != sum(
+        lengths
+    ):
         raise ValueError(
             f"attention_mask must mark exactly the plan's {sum(lengths)} tokens, samples whole in their rows, got "
             f"{sum(found)} in rows of {found}; values would move to other samples"

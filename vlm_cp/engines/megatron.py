@@ -24,7 +24,6 @@ from vlm_cp.engines.comm_type import choose
 from vlm_cp.engines.packed_params import PlannedSeqParams, packed_seq_params
 from vlm_cp.engines.preflight import (
     Emitter,
-    check_flags,
     check_gradients,
     check_model,
     check_plan,
@@ -35,6 +34,7 @@ from vlm_cp.engines.preflight import (
 )
 from vlm_cp.exchange import COMM_TYPES, CommChoice, CommType
 from vlm_cp.families.capability import Layout
+from vlm_cp.loss_contract import check_loss_contract
 from vlm_cp.plan import SequencePlan
 from vlm_cp.spec import VLMSpec
 
@@ -127,7 +127,7 @@ class MegatronEngine:
         """
         if emitter is not None:
             device = next(self.model.chunks[0].parameters()).device
-            check_flags(self.model, emitter_kind(emitter, device))
+            check_loss_contract(self.chunks, emitter_kind(emitter, device))
             check_gradients(self.model)
         return ForwardStep(self, emitter, loss_fn, with_labels)
 
