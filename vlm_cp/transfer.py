@@ -13,7 +13,7 @@ _ALIGN = 16  # bytes, so that every piece can be seen as any dtype
 def resolved(device: torch.device | str) -> torch.device:
     """`device` with its index, so that it compares equal to that of tensors there."""
     found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 
 def moved(x: Tensor, device: torch.device | str) -> Tensor:
