@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from vlm_cp import rows, transfer
 from vlm_cp.alignment import Alignment
 from vlm_cp.media import MediaTable
 from vlm_cp.plan import SequencePlan
+
+_PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +71,25 @@ class PackedBatch:
         _check_patches("pixel_values_videos", self.pixel_values_videos, self.media.grids[self.media.num_images :])
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The batch on `device`, copied asynchronously; the plan and the media table move with it."""
-        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
+        """The batch on `device`, with its plan and media table: pixels in a copy of their own, all else in one, nothing waits."""
+        plan, media = self.plan, self.media
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        pixels = {name: transfer.moved(tensors.pop(name), device) for name in _PIXELS if name in tensors}
+        extras = [*self.token_extras.values(), *self.sample_extras.values()]
+        moved = iter(
+            transfer.moved_together(
+                [plan.cu_seqlens, plan.cu_seqlens_padded, media.row_slots, *tensors.values(), *extras], device
+            )
+        )
+        return replace(
+            self,
+            plan=plan.placed(next(moved), next(moved)),
+            media=media.placed(next(moved)),
+            **pixels,
+            **{name: next(moved) for name in tensors},
+            token_extras={name: next(moved) for name in self.token_extras},
+            sample_extras={name: next(moved) for name in self.sample_extras},
+        )
 
     def image_stream(self) -> ImageStream | None:
         """All media as images in the order of their placeholders, the same object at every call; None for text only.
@@ -87,7 +106,7 @@ class PackedBatch:
             return None
         pixels = kinds[0] if len(kinds) == 1 else torch.cat(kinds)
         if bool((media.frame_order.diff() < 0).any()):
-            pixels = pixels.index_select(0, media.patch_order().to(pixels.device, non_blocking=True))
+            pixels = pixels.index_select(0, transfer.moved(media.patch_order(), pixels.device))
         grids = media.frame_grids[media.frame_order]
         return ImageStream(
             pixel_values=pixels,
@@ -96,8 +115,20 @@ class PackedBatch:
         )
 
     def local(self, cp_rank: int) -> LocalBatch:
-        """The part of `cp_rank`: every token-aligned tensor is cut by the plan's one index, media stay whole."""
-        shard, rank = self.plan.shard, cp_rank
+        """The part of `cp_rank`: every token-aligned tensor is cut by the plan's one index, media stay whole.
+
+        The same object at every call, for the passes (old logprobs, reference, training) that a batch goes through.
+        """
+        if cp_rank not in self._locals:
+            self._locals[cp_rank] = self._cut(cp_rank)
+        return self._locals[cp_rank]
+
+    @cached_property
+    def _locals(self) -> dict[int, LocalBatch]:
+        return {}
+
+    def _cut(self, rank: int) -> LocalBatch:
+        shard = self.plan.shard
         return LocalBatch(
             plan=self.plan,
             cp_rank=rank,
@@ -271,11 +302,3 @@ def _check_patches(name: str, pixels: Tensor | None, grids: Tensor) -> None:
         raise ValueError(
             f"{name} must have the {patches} patches that its grids describe, got {found}; images would shift into each other"
         )
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, SequencePlan | MediaTable):
-        return value.to(device)
-    return {name: _moved(x, device) for name, x in value.items()} if isinstance(value, Mapping) else value

@@ -7,12 +7,14 @@ counted over all images in the order of `image_grid_thw`, then over all videos i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vlm_cp import transfer
 from vlm_cp.comm import raise_together
 from vlm_cp.plan import SequencePlan
 from vlm_cp.spec import VLMSpec
@@ -102,7 +104,11 @@ class MediaTable:
         return torch.repeat_interleave(self.row_counts, output_size=len(self.row_slots))
 
     def slot_rows(self) -> Tensor:
-        """int64 [T]: the feature row that replaces each slot, -1 where the slot is text or padding."""
+        """int64 [T]: the feature row that replaces each slot, -1 where the slot is text or padding; the same object at every call."""
+        return self._slot_rows
+
+    @cached_property
+    def _slot_rows(self) -> Tensor:
         rows = torch.arange(len(self.row_slots), device=self.row_slots.device)
         return rows.new_full((self.total_tokens,), -1).index_copy(0, self.row_slots, rows)
 
@@ -120,7 +126,11 @@ class MediaTable:
 
     def to(self, device: torch.device | str) -> MediaTable:
         """The same table with `row_slots` on `device`; everything else stays on the CPU, where it is read."""
-        return replace(self, row_slots=self.row_slots.to(device, non_blocking=True))
+        return self.placed(transfer.moved(self.row_slots, device))
+
+    def placed(self, row_slots: Tensor) -> MediaTable:
+        """The same table with `row_slots` where they lie now; the table itself where they did not move."""
+        return self if row_slots.device == self.row_slots.device else replace(self, row_slots=row_slots)
 
     def name(self, item: int) -> str:
         """How messages and reports call an item: "image 3" or "video 0", counted within its kind."""

@@ -118,12 +118,12 @@ class SequencePlan:
 
     def to(self, device: torch.device | str) -> SequencePlan:
         """The same plan on `device`: one asynchronous copy of the offsets; all indices are derived from them there."""
-        if transfer.resolved(device) == self.device:
-            return self
         return self.placed(*transfer.moved_together([self.cu_seqlens, self.cu_seqlens_padded], device))
 
     def placed(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> SequencePlan:
-        """The same plan with its offsets as they lie on another device."""
+        """The same plan with its offsets where they lie now; the plan itself, with what it has derived, where they did not move."""
+        if cu_seqlens.device == self.device:
+            return self
         return replace(self, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
 
     # Where tokens lie. Everything is derived from the two offset tensors, on their device, without a host sync.

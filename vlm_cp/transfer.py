@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,20 +26,26 @@ def moved(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """The tensors on `device`; those on the CPU travel there in one pinned copy and are views of one piece of memory."""
+    """The tensors on `device`; those on the CPU travel there in one pinned copy and are views of one piece of memory there."""
     target = resolved(device)
     if target.type != "cuda":
         return [x.to(target) for x in tensors]
-    here = [i for i, x in enumerate(tensors) if x.device.type == "cpu"]
-    starts, end = {}, 0
-    for i in here:
-        starts[i] = end
-        end += -(-tensors[i].nbytes // _ALIGN) * _ALIGN
-    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-    for i in here:
-        _piece(buffer, starts[i], tensors[i]).copy_(tensors[i])
-    there = buffer.to(target, non_blocking=True)
-    return [_piece(there, starts[i], x) if i in starts else x.to(target) for i, x in enumerate(tensors)]
+    waiting = [x for x in tensors if x.device.type == "cpu"]
+    arrived = iter(through_one_buffer(waiting, lambda buffer: moved(buffer, target), pin=True))
+    return [next(arrived) if x.device.type == "cpu" else x.to(target) for x in tensors]
+
+
+def through_one_buffer(
+    tensors: Sequence[Tensor], move: Callable[[Tensor], Tensor], *, pin: bool = False
+) -> list[Tensor]:
+    """The tensors, from the CPU, as views of `move(buffer)`; the buffer, uint8 and pinned or not, holds them all."""
+    ends = list(accumulate(-(-x.nbytes // _ALIGN) * _ALIGN for x in tensors))
+    buffer = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=pin)
+    starts = [0, *ends[:-1]]
+    for start, x in zip(starts, tensors, strict=False):
+        _piece(buffer, start, x).copy_(x)
+    there = move(buffer)
+    return [_piece(there, start, x) for start, x in zip(starts, tensors, strict=False)]
 
 
 def _piece(buffer: Tensor, start: int, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vlm_cp import comm
+from vlm_cp import comm, transfer
 from vlm_cp.batch import PackedBatch
 from vlm_cp.engines.bridge_tower import HostGridTower
 from vlm_cp.engines.comm_type import choose
@@ -101,9 +101,7 @@ class MegatronEngine:
         if stage.pre_process and (images := batch.image_stream()) is not None:
             found["pixel_values"] = images.pixel_values
             on_host = isinstance(stage.vision_model, HostGridTower)
-            found["image_grid_thw"] = images.grid_thw.to(
-                "cpu" if on_host else images.pixel_values.device, non_blocking=True
-            )
+            found["image_grid_thw"] = transfer.moved(images.grid_thw, "cpu" if on_host else images.pixel_values.device)
             found["image_input_mask"] = cut(images.placeholder_mask)
         if stage.post_process and with_labels:
             found["labels"] = cut(batch.labels).clamp(min=0)
