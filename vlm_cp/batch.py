@@ -208,7 +208,7 @@ def preprocess_packed_seqs(
             f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}, got {found}; padding would be packed as text"
         )
     mask = attention_mask.bool()
-    lengths = mask.sum(1) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
+    lengths = rows.counts_of(mask) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
     plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
     if sub_seq_lengths is not None:
         _check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
@@ -236,15 +236,13 @@ def postprocess_packed_seqs(
     """
     if align not in ("slot", "token"):
         raise ValueError(f'align must be "slot" or "token", got {align!r}; every value would stand one token off')
+    plan.check_mask(attention_mask)
     stream, slots = plan.gather(values_local, group), plan.real_index
     if align == "token":
-        first = torch.zeros_like(slots, dtype=torch.bool).index_fill(0, plan.cu_seqlens[:-1].long(), True)
-        real = stream.index_select(0, (slots - 1).clamp(min=0))
-        real = real.masked_fill(first.view(-1, *[1] * (real.ndim - 1)), fill)
+        real = stream.index_select(0, (slots - 1).clamp(min=0)).index_fill(0, plan.cu_seqlens[:-1].long(), fill)
     else:
-        real = stream.index_select(0, slots)
-    cells = plan.row_cells(attention_mask)
-    return rows.put(real, cells, attention_mask.numel(), fill).unflatten(0, attention_mask.shape)
+        real = stream.index_select(0, slots) if len(slots) < len(stream) else stream
+    return rows.put_where(real, attention_mask.bool(), fill)
 
 
 def unpack(values_local: Tensor, plan: SequencePlan, *, group: dist.ProcessGroup | None = None) -> list[Tensor]:

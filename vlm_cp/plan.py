@@ -144,9 +144,7 @@ class SequencePlan:
     def valid(self) -> Tensor:
         """bool [T]: slots that hold a real token."""
         real = self.cu_seqlens.diff()
-        runs = torch.stack(
-            [real, self.cu_seqlens_padded.diff() - real], 1
-        ).flatten()  # of tokens and of padding, in turn
+        runs = torch.stack([real, self.cu_seqlens_padded.diff() - real], 1).flatten()  # tokens, then padding, in turn
         is_token = torch.arange(len(runs), device=self.device) % 2 == 0
         return rows.spread(is_token, runs, self.total_tokens)
 
@@ -178,7 +176,7 @@ class SequencePlan:
         self._check_rank(rank)
         if rank not in self._local_indices:
             lengths, starts, _ = self._runs(rank)
-            self._local_indices[rank] = self._expanded(lengths, starts)[0]
+            self._local_indices[rank] = rows.expand(starts, lengths, self.device)
         return self._local_indices[rank]
 
     @cached_property
@@ -197,13 +195,6 @@ class SequencePlan:
         chunk = padded // (2 * self.cp_size)
         both = [starts + rank * chunk, starts + (2 * self.cp_size - 1 - rank) * chunk]
         return np.stack([chunk.repeat(2), np.stack(both, 1).ravel(), samples.repeat(2)])
-
-    def _expanded(self, lengths: np.ndarray, starts: np.ndarray, *more: np.ndarray) -> list[Tensor]:
-        """int64 [T/c] each: every run's slots, starts[i] and on, then each of `more`, one value a run, at all its slots."""
-        table = torch.from_numpy(np.stack([lengths, starts - (lengths.cumsum() - lengths), *more]))
-        (table,) = transfer.moved_together([table], self.device)
-        shift, *values = (rows.spread(row, table[0], self.local_tokens) for row in table[1:])
-        return [torch.arange(self.local_tokens, device=self.device).add_(shift), *values]
 
     # Cutting and joining.
 
@@ -263,11 +254,12 @@ class SequencePlan:
         self._check_rank(rank)
         lengths, starts, samples = self._runs(rank)
         ends, padding = np.cumsum(self.lengths), np.subtract(self.padded_lengths, self.lengths)
-        padding_before = padding.cumsum() - padding
-        token, end = self._expanded(lengths, starts - padding_before[samples], ends[samples])
-        holds_token = (token < end).view(-1, *[1] * (x.ndim - 2))
-        real = x.flatten(0, 1).index_select(0, cells.index_select(0, token.clamp_(max=int(ends[-1]) - 1)))
-        return real.where(holds_token, fill)
+        first = starts - (padding.cumsum() - padding)[samples]  # the token at the start of each run, if it holds one
+        tokens = (ends[samples] - first).clip(0, lengths)
+        index = rows.expand(first, lengths, self.device).clamp_(max=int(ends[-1]) - 1)
+        local = x.flatten(0, 1).index_select(0, cells.index_select(0, index))
+        padding_slots = rows.expand(lengths.cumsum() - lengths + tokens, lengths - tokens, self.device)
+        return local.index_fill(0, padding_slots, fill)
 
     def row_slots(self, attention_mask: Tensor) -> Tensor:
         """int64 [rows, S]: the stream slot of every cell where the mask is True, T elsewhere."""
@@ -277,17 +269,22 @@ class SequencePlan:
     def row_cells(self, attention_mask: Tensor, x: Tensor | None = None) -> Tensor:
         """int64 [N]: the cells of [rows, S] where the mask is True, in the order of the plan's tokens.
 
-        A row may hold several samples, one after the other; the mask must mark exactly the plan's tokens. x: what will be
-        read there, [rows, S, ...]. On an accelerator the check of the mask is an assertion on the device.
+        x: what will be read there, [rows, S, ...].
         """
-        self._check(attention_mask, 0, attention_mask.size(0), "rows")
+        self.check_mask(attention_mask)
         if x is not None and x.shape[:2] != attention_mask.shape:
             raise ValueError(
                 f"x must start with the mask's shape {tuple(attention_mask.shape)}, got {tuple(x.shape)}; cells would be misread"
             )
-        mask = attention_mask.bool()
-        rows.check_counts(mask.sum(1), self.cu_seqlens, self.lengths)
-        return rows.true_cells(mask, sum(self.lengths))
+        return rows.true_cells(attention_mask.bool(), sum(self.lengths))
+
+    def check_mask(self, attention_mask: Tensor) -> None:
+        """Refuses a mask [rows, S] that does not mark exactly the plan's tokens. On an accelerator it is an assertion there.
+
+        A row may hold several samples, one after the other.
+        """
+        self._check(attention_mask, 0, attention_mask.size(0), "rows")
+        rows.check_counts(rows.counts_of(attention_mask.bool()), self.cu_seqlens, self.lengths)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.cp_size:
