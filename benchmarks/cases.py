@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Qwen3VLConfig
 
 from vlm_cp.alignment import Alignment
 from vlm_cp.batch import PackedBatch
@@ -92,6 +93,15 @@ SHAPES = {
         scale=8,
     ),
 }
+
+
+def hf_config(shape: Shape) -> Qwen3VLConfig:
+    """The shape as a transformers config."""
+    config = Qwen3VLConfig(
+        text_config=dict(shape.text), vision_config=dict(shape.vision), **shape.tokens, tie_word_embeddings=False
+    )
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    return config
 
 
 def square(side: int, frames: int = 1) -> Grid:

@@ -20,10 +20,9 @@ from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
-from transformers import Qwen3VLConfig
 from vlm_cp_hooks import register
 
-from benchmarks.cases import Shape
+from benchmarks.cases import Shape, hf_config
 from vlm_cp.engines.preflight import unwrap
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -45,15 +44,6 @@ def start(device: str) -> torch.device:
     # Without device_id, for with it every one of Megatron's groups opens a communicator, and keeps its GPU memory.
     dist.init_process_group("nccl", rank=rank, world_size=size, timeout=timedelta(seconds=120))
     return found
-
-
-def hf_config(shape: Shape) -> Qwen3VLConfig:
-    """The shape as a transformers config."""
-    config = Qwen3VLConfig(
-        text_config=dict(shape.text), vision_config=dict(shape.vision), **shape.tokens, tie_word_embeddings=False
-    )
-    config.architectures = ["Qwen3VLForConditionalGeneration"]
-    return config
 
 
 def build(

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.models import start
 from benchmarks.peers import Ranks
 from benchmarks.results_file import KEYS, ResultsFile
 from benchmarks.timing import measure
@@ -123,10 +122,12 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     device = torch.device("cpu")
     if args.device == "cuda":
+        from benchmarks.models import start  # brings Megatron-Bridge
+
         device = start("cuda")
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    file = ResultsFile("pack", args.json, keys=KEYS["pack"]) if rank == 0 else None
+    file = ResultsFile("pack", args.json, keys=KEYS["pack"], more_versions=args.peer_versions) if rank == 0 else None
     for samples, width in CASES:
         for part in ("pack_and_shard", "unpack"):
             rows = case(args, part, samples, width, device)

@@ -31,10 +31,25 @@ FILES = {
 
 
 def add_options(parser: argparse.ArgumentParser, ending: str) -> None:
-    """One option for each peer's file of that kind ("pack" or "logprobs"); a peer without its file is left out."""
+    """One option for each peer's file of that kind ("pack" or "logprobs"); a peer without its file is left out.
+
+    And `--peer-versions`, a dict of what the results file says of them.
+    """
     for name, path in FILES.items():
         if name.endswith(ending):
             parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"that project's {path}")
+    parser.add_argument(
+        "--peer-versions",
+        type=versions_of,
+        default={},
+        metavar="PEER=COMMIT[,...]",
+        help="the commits that the files are of, written into the results file",
+    )
+
+
+def versions_of(text: str) -> dict[str, str]:
+    """ "a=1,b=2" -> {"a": "1", "b": "2"}."""
+    return dict(part.split("=", 1) for part in text.split(","))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,10 +65,19 @@ class ResultsFile:
 
     keys: what tells one row from another. A row replaces the one with the same values; others, of earlier commands on the
     same versions and hardware, stay. A file of other versions or hardware is left alone and another name taken.
+    more_versions: of what is measured beside the installed packages.
     """
 
-    def __init__(self, kind: str, path: Path | None = None, *, keys: Sequence[str]) -> None:
-        self.keys, self.about = tuple(keys), {"versions": versions(), "hardware": hardware()}
+    def __init__(
+        self,
+        kind: str,
+        path: Path | None = None,
+        *,
+        keys: Sequence[str],
+        more_versions: Mapping[str, str] | None = None,
+    ) -> None:
+        self.keys = tuple(keys)
+        self.about = {"versions": {**versions(), **(more_versions or {})}, "hardware": hardware()}
         self.machine = platform.machine()
         self.path = path or RESULTS / f"{kind}_{hardware()}_{datetime.now(UTC):%Y-%m-%d}.json"
         self.rows: list[Row] = []
@@ -134,8 +143,8 @@ def join(kind: str, files: Sequence[Path], keys: Sequence[str]) -> Path:
 KEYS = {
     "step": ("case", "arm", "tokens", "recompute", "overlap_grad_reduce", "options"),
     "vision": ("case", "arm", "tokens", "recompute"),
-    "mrope": ("tokens", "media", "arm"),
-    "pack": ("samples", "width", "part", "arm"),
+    "mrope": ("tokens", "media", "device", "arm"),
+    "pack": ("samples", "width", "part", "device", "arm"),
     "logprobs": ("tokens", "vocab", "part", "arm"),
     "longest": ("case", "arm"),
     "exchange": ("samples", "tokens", "arm"),
