@@ -17,6 +17,7 @@ from torch import Tensor
 from vlm_cp import transfer
 from vlm_cp.comm import raise_together
 from vlm_cp.plan import SequencePlan
+from vlm_cp.rows import spread
 from vlm_cp.spec import VLMSpec
 
 _ROWS_LOST = "rows would be placed into another image or sample"
@@ -101,7 +102,7 @@ class MediaTable:
 
     def item_of_row(self) -> Tensor:
         """int64 [R]: the image or video, an index into `grids`, of every feature row."""
-        return torch.repeat_interleave(self.row_counts, output_size=len(self.row_slots))
+        return spread(torch.arange(len(self.grids)), self.row_counts, len(self.row_slots))
 
     def slot_rows(self) -> Tensor:
         """int64 [T]: the feature row that replaces each slot, -1 where the slot is text or padding; the same object at every call."""
@@ -122,7 +123,8 @@ class MediaTable:
         counts = self.frame_grids.prod(1)
         starts, taken = counts.cumsum(0) - counts, counts[self.frame_order]
         shift = starts[self.frame_order] - (taken.cumsum(0) - taken)
-        return torch.arange(int(counts.sum())) + shift.repeat_interleave(taken)
+        total = int(counts.sum())
+        return torch.arange(total) + spread(shift, taken, total)
 
     def to(self, device: torch.device | str) -> MediaTable:
         """The same table with `row_slots` on `device`; everything else stays on the CPU, where it is read."""
@@ -143,13 +145,13 @@ class MediaTable:
         runs = self.row_counts
         if spec.position_scheme == "frames":
             frames = self.grids[:, 0].where(torch.arange(len(self.grids)) >= self.num_images, 1)
-            runs = (runs // frames).repeat_interleave(frames)
+            runs = spread(runs // frames, frames, int(frames.sum()))
         ends = runs.cumsum(0)
         if torch.equal(self.row_slots[ends - 1] - self.row_slots[ends - runs] + 1, runs):  # slots of a kind ascend
             return None
         starts_run = torch.zeros(len(self.row_slots), dtype=torch.bool)
         starts_run[ends - runs] = True
-        item, run_length = self.item_of_row(), runs.repeat_interleave(runs)
+        item, run_length = self.item_of_row(), spread(runs, runs, len(starts_run))
         broken = (self.row_slots.diff() != 1) & ~starts_run[1:]
         row = int(broken.nonzero()[0, 0]) + 1
         unit = "frame" if spec.position_scheme == "frames" and int(item[row]) >= self.num_images else "grid"
@@ -178,14 +180,14 @@ def _where(mask: Tensor) -> Tensor:
 
 
 def _frames(grids: Tensor) -> Tensor:
-    frames = grids.repeat_interleave(grids[:, 0], 0)
+    frames = spread(grids, grids[:, 0], int(grids[:, 0].sum()))
     frames[:, 0] = 1
     return frames
 
 
 def _order_of_frames(grids: Tensor, row_counts: Tensor, row_slots: Tensor) -> Tensor:
     """int64 [F]: frames sorted by the slot of their first feature row."""
-    frame_rows = (row_counts // grids[:, 0]).repeat_interleave(grids[:, 0])
+    frame_rows = spread(row_counts // grids[:, 0], grids[:, 0], int(grids[:, 0].sum()))
     return row_slots[frame_rows.cumsum(0) - frame_rows].argsort()
 
 
@@ -200,6 +202,8 @@ def _as_grids(grid_thw: Tensor | None) -> Tensor:
 
 
 def _grid_fault(grids: Tensor, kind: str, merge: int) -> str | None:
+    if not len(grids):
+        return None
     bad = (grids < 1).any(1) | (grids[:, 1:] % merge != 0).any(1)
     if not bool(bad.any()):
         return None
@@ -212,9 +216,11 @@ def _grid_fault(grids: Tensor, kind: str, merge: int) -> str | None:
 
 def _count_fault(slots: Tensor, grids: Tensor, row_counts: Tensor, plan: SequencePlan, kind: str) -> str | None:
     """Placeholders against feature rows, sample by sample: each sample must hold whole items."""
+    if not len(slots) and not len(grids):
+        return None
     held = torch.searchsorted(slots, plan.cu_seqlens_padded[1:].long())
     item_ends = torch.cat([torch.zeros(1, dtype=torch.int64), row_counts.cumsum(0)])
-    unfit = ~torch.isin(held, item_ends)
+    unfit = item_ends[torch.searchsorted(item_ends, held).clamp_(max=len(grids))] != held
     if not bool(unfit.any()):
         if int(held[-1]) == int(item_ends[-1]):
             return None

@@ -54,7 +54,8 @@ def media_position_ids(
     runs = media.grids // torch.tensor([1, m, m])  # what lies in one piece and counts from one place
     if not whole_videos:
         frames = runs[:, 0].where(torch.arange(len(runs)) >= media.num_images, 1)
-        runs, steps = runs.repeat_interleave(frames, 0), steps.repeat_interleave(frames)
+        total = int(frames.sum())
+        runs, steps = spread(runs, frames, total), spread(steps, frames, total)
         runs[media.num_images :, 0] = 1
     within, ends = _positions_in_runs(runs, steps, media.row_slots)
 

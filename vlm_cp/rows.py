@@ -17,10 +17,10 @@ _NUMPY_TOO = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool
 
 
 def spread(values: Tensor, counts: Tensor, total: int) -> Tensor:
-    """[total]: values[i], counts[i] times, for every i; `total` is the sum of counts. Not differentiable."""
+    """[total, ...]: values[i], counts[i] times, for every i; `total` is the sum of counts. Not differentiable."""
     if values.device.type == "cpu":
-        return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
-    return values.repeat_interleave(counts, output_size=total)
+        return torch.from_numpy(values.numpy().repeat(counts.numpy(), 0))
+    return values.repeat_interleave(counts, 0, output_size=total)
 
 
 def expand(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
