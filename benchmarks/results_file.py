@@ -49,7 +49,9 @@ def hardware() -> str:
 def command() -> str:
     """How this program was called, without a path of this machine."""
     arguments = [Path(x).name if os.path.isabs(x) else x for x in sys.argv[1:]]
-    return f"python -m {sys.modules['__main__'].__spec__.name} {' '.join(arguments)}".strip()
+    module = sys.modules["__main__"].__spec__
+    program = f"python -m {module.name}" if module else Path(sys.argv[0]).name
+    return f"{program} {' '.join(arguments)}".strip()
 
 
 def write_results(kind: str, rows: Sequence[Row], path: Path | None = None) -> Path:
