@@ -177,7 +177,7 @@ def test_shard_rows_is_shard_of_pack_rows_and_has_its_gradient(cp):
     for rank in range(cp):
         rows = torch.randn(*mask.shape, 3, requires_grad=True)
         whole = plan.shard(plan.pack_rows(rows, mask, 5.0), rank)
-        direct = plan.shard_rows(rows, mask, rank, 5.0)
+        direct = plan.shard_cells(rows, plan.row_cells(mask, rows), rank, 5.0)
         assert torch.equal(whole, direct)
         weight = torch.randn_like(direct)
         expected, found = (torch.autograd.grad((x * weight).sum(), rows)[0] for x in (whole, direct))

@@ -245,12 +245,8 @@ class SequencePlan:
         cells = self.row_cells(attention_mask, x)
         return rows.put(x.flatten(0, 1).index_select(0, cells), self.real_index, self.total_tokens, fill)
 
-    def shard_rows(self, x: Tensor, attention_mask: Tensor, rank: int, fill: float) -> Tensor:
-        """`shard(pack_rows(x, attention_mask, fill), rank)` without building the stream: [T/c, ...]."""
-        return self.shard_cells(x, self.row_cells(attention_mask, x), rank, fill)
-
     def shard_cells(self, x: Tensor, cells: Tensor, rank: int, fill: float) -> Tensor:
-        """`shard_rows` for cells that `row_cells` returned."""
+        """`shard(pack_rows(x, mask, fill), rank)` without building the stream: [T/c, ...]. cells: of the mask, from `row_cells`."""
         self._check_rank(rank)
         lengths, starts, samples = self._runs(rank)
         ends, padding = np.cumsum(self.lengths), np.subtract(self.padded_lengths, self.lengths)
@@ -260,11 +256,6 @@ class SequencePlan:
         local = x.flatten(0, 1).index_select(0, cells.index_select(0, index))
         padding_slots = rows.expand(lengths.cumsum() - lengths + tokens, lengths - tokens, self.device)
         return local.index_fill(0, padding_slots, fill)
-
-    def row_slots(self, attention_mask: Tensor) -> Tensor:
-        """int64 [rows, S]: the stream slot of every cell where the mask is True, T elsewhere."""
-        cells = self.row_cells(attention_mask)
-        return rows.put(self.real_index, cells, attention_mask.numel(), self.total_tokens).view(attention_mask.shape)
 
     def row_cells(self, attention_mask: Tensor, x: Tensor | None = None) -> Tensor:
         """int64 [N]: the cells of [rows, S] where the mask is True, in the order of the plan's tokens.
