@@ -80,7 +80,7 @@ def test_rows_of_whole_samples_pass(counts):
     rows.check_counts(torch.tensor(counts), OFFSETS, LENGTHS)
 
 
-@pytest.mark.parametrize("counts", [[4, 1, 4], [3, 2, 3], [3, 2, 4, 1], [9, 3]], ids=str)
+@pytest.mark.parametrize("counts", [[4, 1, 4], [3, 2, 3], [3, 2, 4, 1], [9, 3], [3, 2], [0]], ids=str)
 def test_other_counts_are_refused(counts):
     message = (
         f"attention_mask must mark exactly the plan's 9 tokens, samples whole in their rows, got {sum(counts)} in rows "

@@ -89,6 +89,9 @@ def test_a_batch_its_shards_and_its_images(device: str) -> None:
         images = moved.image_stream()
     for name in ("input_ids", "labels", "loss_mask", "pixel_values", "image_grid_thw", "position_ids"):
         assert torch.equal(getattr(moved, name).cpu(), getattr(batch, name))
+    for name in ("cu_seqlens", "cu_seqlens_padded", "valid"):
+        assert torch.equal(getattr(moved.plan, name).cpu(), getattr(batch.plan, name))
+    assert torch.equal(moved.media.row_slots.cpu(), batch.media.row_slots)
     for kind in ("token_extras", "sample_extras"):
         found, expected = getattr(moved, kind), getattr(batch, kind)
         assert found.keys() == expected.keys()
