@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Qwen3VLConfig
 
 from vlm_cp.alignment import Alignment
 from vlm_cp.batch import PackedBatch
@@ -94,6 +95,15 @@ SHAPES = {
 }
 
 
+def hf_config(shape: Shape) -> Qwen3VLConfig:
+    """The shape as a transformers config."""
+    config = Qwen3VLConfig(
+        text_config=dict(shape.text), vision_config=dict(shape.vision), **shape.tokens, tie_word_embeddings=False
+    )
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    return config
+
+
 def square(side: int, frames: int = 1) -> Grid:
     return frames, side, side
 
@@ -133,12 +143,21 @@ CASES = {"text": text, "long": long, "image": image, "skewed": skewed, "video": 
 
 def make_batch(case: str, tokens: int, shape: Shape, alignment: Alignment, spec: VLMSpec) -> PackedBatch:
     """The case's samples, packed, on the CPU; the same for every arm."""
+    return pack(CASES[case](tokens), shape, alignment, spec)
+
+
+def pack(
+    samples: list[Sample], shape: Shape, alignment: Alignment, spec: VLMSpec, *, pixels: bool = True
+) -> PackedBatch:
+    """Samples of these tokens and media, packed, on the CPU. pixels: False leaves a stand-in of one channel."""
     generator = torch.Generator().manual_seed(3)
-    samples = [_sample(length, grids, shape, generator) for length, grids in CASES[case](tokens)]
-    return pack_samples(samples, alignment=alignment, spec=spec, pad_token_id=0)
+    made = [_sample(length, grids, shape, generator, 1536 if pixels else 1) for length, grids in samples]
+    return pack_samples(made, alignment=alignment, spec=spec, pad_token_id=0)
 
 
-def _sample(length: int, grids: list[Grid], shape: Shape, generator: torch.Generator) -> dict[str, Tensor]:
+def _sample(
+    length: int, grids: list[Grid], shape: Shape, generator: torch.Generator, channels: int
+) -> dict[str, Tensor]:
     tokens, scale = shape.tokens, shape.scale
     kinds = {"image": [], "video": []}
     ids: list[int] = []
@@ -158,5 +177,5 @@ def _sample(length: int, grids: list[Grid], shape: Shape, generator: torch.Gener
             grid_thw = torch.tensor(kinds[kind])
             patches = int(grid_thw.prod(1).sum())
             sample[f"{kind}_grid_thw"] = grid_thw
-            sample[pixels] = torch.randn(patches, 1536, generator=generator).bfloat16()
+            sample[pixels] = torch.randn(patches, channels, generator=generator).bfloat16()
     return sample

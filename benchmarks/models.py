@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,11 +18,12 @@ if importlib.util.find_spec("transformer_engine") is None:  # to try a program o
 
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
-from transformers import Qwen3VLConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
 from vlm_cp_hooks import register
 
-from benchmarks.cases import Shape
+from benchmarks.cases import Shape, hf_config
+from vlm_cp.engines.preflight import unwrap
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -39,7 +41,8 @@ def start(device: str) -> torch.device:
         return torch.device("cpu")
     found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(found)
-    dist.init_process_group("nccl", rank=rank, world_size=size, timeout=timedelta(seconds=120), device_id=found)
+    # Without device_id, for with it every one of Megatron's groups opens a communicator, and keeps its GPU memory.
+    dist.init_process_group("nccl", rank=rank, world_size=size, timeout=timedelta(seconds=120))
     return found
 
 
@@ -50,14 +53,11 @@ def build(
     hooks: Sequence[Any] = (),
     provider: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
+    wrap: bool = True,
     device: torch.device,
 ) -> tuple[Any, Any]:
-    """(provider, the wrapped model). Every arm starts from the same weights: the seed is set anew before each build."""
-    config = Qwen3VLConfig(
-        text_config=dict(shape.text), vision_config=dict(shape.vision), **shape.tokens, tie_word_embeddings=False
-    )
-    config.architectures = ["Qwen3VLForConditionalGeneration"]
-    found = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    """(provider, the model, wrapped for data parallelism). Equal from build to build: the seed is set anew before each."""
+    found = AutoBridge.from_hf_config(hf_config(shape)).to_megatron_provider(load_weights=False)
     half = device.type == "cuda"
     settings: dict[str, Any] = {
         "context_parallel_size": cp,
@@ -74,8 +74,40 @@ def build(
     found.finalize()
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    found.initialize_model_parallel(seed=1 if half else None)
+    found.initialize_model_parallel(seed=1 if half else None, create_gloo_process_groups=False)
     torch.manual_seed(0)
     register(found, *hooks)
-    wrap = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, **(ddp or {})})
-    return found, found.provide_distributed_model(ddp_config=wrap, use_cpu_initialization=not half)[0]
+    config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "overlap_grad_reduce": False, **(ddp or {})})
+    (model,) = found.provide_distributed_model(ddp_config=config, wrap_with_ddp=wrap, use_cpu_initialization=not half)
+    return found, model
+
+
+def wrapped(model: Any, *, overlap: bool) -> Any:
+    """`model` in Megatron's DDP, as Bridge wraps it; gradients are summed in float32."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+    return DistributedDataParallel(
+        config=get_model_config(model), ddp_config=config, module=model, pg_collection=unwrap(model).pg_collection
+    )
+
+
+def fill(model: Any, device: torch.device) -> None:
+    """Random weights, made on the device: normal with the models' own width of 0.02; norms 1, biases 0."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.02, generator=generator)
+        else:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def share_weights(model: Any, source: Any) -> None:
+    """`model`'s parameters become `source`'s tensors, so that both are the same and lie in memory once."""
+    weights = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == weights[name].shape
+        parameter.data = weights[name].data
+
+
+def groups() -> dict[str, Any]:
+    """Megatron's global process groups as they are now; `vars(parallel_state).update(...)` brings them back."""
+    return {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z0-9_]+", name)}

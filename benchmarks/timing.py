@@ -10,19 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Sample = tuple[float, float, float]  # ms, host ms, peak GiB
+
 
 def measure(
     arms: Mapping[str, Callable[[], Any]], *, rounds: int = 7, warmup: int = 2, budget: float | None = None
 ) -> dict[str, dict[str, float]]:
-    """arm -> ms (median), spread_ms (from the first to the last quartile), host_ms (until the call returned), peak_gib.
+    """arm -> ms (median), min_ms, spread_ms (from the first to the last quartile), host_ms (until the call returned), peak_gib.
 
     All ranks of the default group call this together; a round starts behind a barrier. budget: seconds after which no
     round begins (rank 0 decides), two being run in any case.
     """
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
+    found: dict[str, list[Sample]] = {name: [] for name in arms}
     begin = time.perf_counter()
     for number in range(-warmup, rounds):
-        if number >= 2 and budget is not None and _together(time.perf_counter() - begin > budget):
+        if number >= 2 and budget is not None and together(time.perf_counter() - begin > budget):
             break
         for name, run in arms.items():
             sample = once(run)
@@ -31,8 +33,8 @@ def measure(
     return {name: summary(samples) for name, samples in found.items()}
 
 
-def once(run: Callable[[], Any]) -> tuple[float, float, float]:
-    """(ms, host ms, peak GiB) of one call, between two waits for the device."""
+def once(run: Callable[[], Any]) -> Sample:
+    """One call, between two waits for the device."""
     _wait()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -45,11 +47,12 @@ def once(run: Callable[[], Any]) -> tuple[float, float, float]:
     return (end - begin) * 1e3, (returned - begin) * 1e3, peak
 
 
-def summary(samples: list[tuple[float, float, float]]) -> dict[str, float]:
+def summary(samples: list[Sample]) -> dict[str, float]:
     times = sorted(ms for ms, _, _ in samples)
     quarter = len(times) // 4
     return {
         "ms": round(statistics.median(times), 3),
+        "min_ms": round(times[0], 3),
         "spread_ms": round(times[-1 - quarter] - times[quarter], 3),
         "host_ms": round(statistics.median(host for _, host, _ in samples), 3),
         "peak_gib": round(max(peak for _, _, peak in samples), 2),
@@ -61,13 +64,16 @@ def _wait(*, barrier: bool = True) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if barrier and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
-def _together(value: bool) -> bool:
-    """Rank 0's value, on all ranks."""
+def together(value: float, *, any_rank: bool = False) -> bool:
+    """Rank 0's value, on all ranks; with any_rank, whether it is true on any."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
+        return bool(value)
     flag = torch.tensor([float(value)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.broadcast(flag, 0)
+    if any_rank:
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    else:
+        dist.broadcast(flag, 0)
     return bool(flag.item())

@@ -1,6 +1,6 @@
 """Case b, the vision phase alone: the tower and the exchange of its rows at CP=n, stock and with `shard_vision_over_cp`.
 
-    torchrun --nproc_per_node 2 -m benchmarks.vision_phase [--cases image,skewed,video] [--tokens 32768] [--out FILE.jsonl]
+    torchrun --nproc_per_node 2 -m benchmarks.run --case vision [--cases image,skewed,video] [--tokens 32768] [--json FILE]
 
 Arms: stock (every rank encodes everything), stock_by_count (Bridge's `vision_dp_when_cp`), replicated (the hook without
 sharing), shared. Before anything is timed, rows and summed gradients of every arm are compared with the stock tower's.
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.cases import CASES, SHAPES, make_batch
 from benchmarks.models import RECOMPUTE, build, start
+from benchmarks.results_file import KEYS, ResultsFile
 from benchmarks.timing import measure
 from vlm_cp.alignment import Alignment
 
@@ -90,7 +89,7 @@ class Phase:
             del arms["stock_by_count"]  # its gather of uneven sizes is NCCL's alone
         differences = self.compare(arms)
         faults = {arm: d for arm, d in differences.items() if any(d[k] > TOLERANCE[k] for k in TOLERANCE)}
-        row = {"case": name, "cp": self.cp, "patches": len(pixels), "recompute": self.args.recompute}
+        row = {"case": name, "cp": self.cp, "patches": len(pixels)}
         assignment = self.towers["shared"].vision_work.layout(grids.cpu(), self.device).assignment
         row |= {"mode": assignment.mode, "shared_frames": len(assignment.shared_frames)}
         if faults:
@@ -148,8 +147,8 @@ def _step(run: Callable[[], list[Tensor]]) -> None:
     torch.autograd.backward(rows, [torch.ones_like(x) for x in rows])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.run --case vision", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="2b")
     parser.add_argument("--cases", default="image,skewed,video")
@@ -159,29 +158,25 @@ def main() -> int:
         "--budget", type=float, default=40.0, help="seconds after which a case's timing begins no new round"
     )
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one case may take")
-    parser.add_argument("--out", help="also append the lines to this file")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="results file; the one of today without it")
+    args = parser.parse_args(arguments)
     assert set(args.cases.split(",")) <= set(CASES)
     faulthandler.enable()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
     phase = Phase(args)
+    file = ResultsFile("vision", args.json, keys=KEYS["vision"]) if phase.rank == 0 else None
     good = True
     for name in args.cases.split(","):
         faulthandler.dump_traceback_later(args.timeout, exit=True)
         try:
             rows = phase.case(name)
         except Exception:
-            rows = [{"case": name, "refused": traceback.format_exc()[-1500:]}]
-        good = good and not any("refused" in row for row in rows)
-        for row in rows if phase.rank == 0 or not good else []:
-            line = json.dumps({"kind": "vision", "rank": phase.rank, **row})
-            print(line, flush=True)
-            if args.out and phase.rank == 0:
-                with Path(args.out).open("a") as file:
-                    file.write(line + "\n")
+            rows = [{"case": name, "arm": "", "refused": traceback.format_exc()[-1500:]}]
+        refused = any("refused" in row for row in rows)
+        good = good and not refused
+        if file:
+            file.add({**row, "tokens": args.tokens, "recompute": args.recompute} for row in rows)
+        elif refused:
+            print(f"rank {phase.rank}: {rows}", flush=True)
     faulthandler.cancel_dump_traceback_later()
     return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

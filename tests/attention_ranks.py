@@ -49,7 +49,7 @@ def errors_of(rank, method, dtype):
 
 
 def runs_without_syncs(rank):
-    """Planning, packing, cutting and joining on the GPU under the detector of host syncs."""
+    """What tests/gpu/test_sync.py runs on one GPU, between two: joining and attention, under the detector of host syncs."""
     ids = torch.randint(1, 100, (64, 512), device="cuda")
     plan = SequencePlan.from_lengths([300] * 64, alignment=Alignment(cp_size=2))
     mask = (torch.arange(512, device="cuda") < 300).expand(64, -1)
@@ -59,9 +59,15 @@ def runs_without_syncs(rank):
         plan = plan.to("cuda")
         stream = plan.pack_rows(ids, mask, 0)
         local = plan.shard(stream, rank)
-        assert local.shape == plan.shard_rows(ids, mask, rank, 0).shape
-        slots = plan.row_slots(mask)
+        direct = plan.shard_cells(ids, plan.row_cells(mask, ids), rank, 0)
         back = plan.gather(local.float(), dist.group.WORLD)
+        for method in METHODS:
+            qkv = [
+                torch.ones(plan.local_tokens, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+                for _ in "qkv"
+            ]
+            attention = ContextParallelAttention(plan=plan, group=dist.group.WORLD, cp_rank=rank, method=method)
+            attention(*qkv).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return torch.equal(back[slots[mask]], ids[mask].float())
+    return torch.equal(direct, local) and torch.equal(back[plan.real_index], ids[mask].float())

@@ -22,8 +22,13 @@ class Piece:
     seconds: list[float]
 
 
-def random_sample(rng: random.Random, *, frames: bool, merge: int = 2, kinds: str = "tiv", longest: int = 6) -> Piece:
-    """Text, images and videos in random order; an image may be first or last. frames: each frame a run after its time."""
+def random_sample(
+    rng: random.Random, *, frames: bool, merge: int = 2, kinds: str = "tiv", longest: int = 6, wrapped: bool = False
+) -> Piece:
+    """Text, images and videos in random order; an image may be first or last. frames: each frame a run after its time.
+
+    wrapped: START stands before every image and nowhere else, as Megatron-Bridge must have it.
+    """
     ids: list[int] = []
     images: list[tuple[int, int, int]] = []
     videos: list[tuple[int, int, int]] = []
@@ -40,7 +45,7 @@ def random_sample(rng: random.Random, *, frames: bool, merge: int = 2, kinds: st
             text(1)
             continue
         # transformers reads two neighbouring spans of one kind as one, so text must stand between them.
-        wrap = rng.random() < 0.8 or bool(ids and ids[-1] in (IMAGE, VIDEO))
+        wrap = rng.random() < 0.8 or wrapped or bool(ids and ids[-1] in (IMAGE, VIDEO))
         grid = (1 if kind == "i" else rng.randrange(1, 4), side(), side())
         rows = grid[1] * grid[2] // merge**2
         if kind == "i":
@@ -54,7 +59,7 @@ def random_sample(rng: random.Random, *, frames: bool, merge: int = 2, kinds: st
                 ids += [rng.randrange(1, 80), START] + [VIDEO] * rows + [END]
     if not ids or rng.random() < 0.8:
         text(1 if not ids else 0)
-    if rng.random() < 0.1:
+    if rng.random() < 0.1 and not wrapped:
         ids.append(START)  # a policy may stop right after it
     row = torch.tensor(ids)
     types = (row == IMAGE).long() + 2 * (row == VIDEO).long()

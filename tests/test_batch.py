@@ -177,7 +177,7 @@ def test_shard_rows_is_shard_of_pack_rows_and_has_its_gradient(cp):
     for rank in range(cp):
         rows = torch.randn(*mask.shape, 3, requires_grad=True)
         whole = plan.shard(plan.pack_rows(rows, mask, 5.0), rank)
-        direct = plan.shard_rows(rows, mask, rank, 5.0)
+        direct = plan.shard_cells(rows, plan.row_cells(mask, rows), rank, 5.0)
         assert torch.equal(whole, direct)
         weight = torch.randn_like(direct)
         expected, found = (torch.autograd.grad((x * weight).sum(), rows)[0] for x in (whole, direct))
@@ -275,10 +275,44 @@ def test_local_cuts_everything_by_one_index(cp):
     assert parts[-1].sample_extras["rewards"].tolist() == [1, 2]
 
 
+def tensors_of(batch):
+    """Every tensor that moves with a batch, by name."""
+    own = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    offsets = {"real": batch.plan.cu_seqlens, "padded": batch.plan.cu_seqlens_padded, "slots": batch.media.row_slots}
+    return {**own, **offsets, **batch.token_extras, **batch.sample_extras}
+
+
 def test_to_moves_everything():
-    moved = batch_of().to("meta")
-    assert moved.plan.device.type == moved.input_ids.device.type == moved.media.row_slots.device.type == "meta"
-    assert moved.token_extras["old"].device.type == moved.pixel_values.device.type == "meta"
+    batch = batch_of()
+    before, after = tensors_of(batch), tensors_of(batch.to("meta"))
+    assert before.keys() == after.keys()
+    assert {x.device.type for x in after.values()} == {"meta"}
+    assert {name: (x.shape, x.dtype) for name, x in after.items()} == {
+        name: (x.shape, x.dtype) for name, x in before.items()
+    }
+
+
+def test_to_where_it_is_keeps_what_was_derived():
+    """The indices of a plan are made once a batch, also for whoever moves the batch again to be sure."""
+    batch = batch_of()
+    batch.plan.local_index(0), batch.media.slot_rows()
+    again = batch.to("cpu")
+    assert again.plan is batch.plan
+    assert again.media is batch.media
+    assert all(x is tensors_of(batch)[name] for name, x in tensors_of(again).items())
+
+
+def test_the_passes_of_a_batch_share_its_parts():
+    """Old logprobs, reference, training, and each stage of a pipeline ask for the same things: each is made once."""
+    batch = batch_of()
+    plan = batch.plan
+    assert batch.local(1) is batch.local(1)
+    assert batch.local(0) is not batch.local(1)
+    assert batch.image_stream() is batch.image_stream()
+    assert batch.media.slot_rows() is batch.media.slot_rows()
+    assert plan.local_index(1) is plan.local_index(1)
+    for name in ("sample_index", "token_index", "valid", "scored", "real_index", "rank_order", "inverse_index"):
+        assert getattr(plan, name) is getattr(plan, name)
 
 
 def test_batches_that_do_not_fit():

@@ -15,9 +15,13 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 from vlm_cp_hooks import keep_default_loss_scaling
 
+from vlm_cp.alignment import Alignment
 from vlm_cp.engines.hf import HFEngine
+from vlm_cp.engines.megatron import MegatronEngine
 from vlm_cp.families import capability
 from vlm_cp.logprobs import next_token_logprobs
+from vlm_cp.plan import SequencePlan
+from vlm_cp.spec import VLMSpec
 
 # Logprobs reach -20; fp32 sums in another order move them by 6e-6. Gated delta nets amplify rounding: another chunk size
 # at CP=1 (8, 32, 64 for 16) already moves their logprobs by 2.4e-4 and single gradients by 2.1e-4.
@@ -47,6 +51,16 @@ def check(result: Result, reference: Result, family: str) -> None:
     assert result.gradient_norm == pytest.approx(reference.gradient_norm, rel=GRADIENT[family])
 
 
+def choose_all_to_all(chunks: list[Any], provider: Any) -> None:
+    """Layers are built to gather keys and values; the engine sets them to trade tokens for heads."""
+    engine = MegatronEngine(chunks, spec=VLMSpec.from_bridge(provider))
+    layers = [layer.self_attention.core_attention for layer in engine.model.chunks[0].language_model.decoder.layers]
+    assert {layer.method for layer in layers} == {"all_gather"}
+    plan = SequencePlan.from_lengths([8], alignment=Alignment(cp_size=2))
+    assert engine.choose_comm_type([plan], allowed=("a2a",)).comm_type == "a2a"
+    assert {layer.method for layer in layers} == {"all_to_all"}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         f"{family}-{name}": (family, sizes)
@@ -62,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl-cp2-sharded-by-the-caller": ("qwen3_vl", {"cp": 2, "layout": "sharded"}),
     "qwen3_vl-cp2-per-token-loss": ("qwen3_vl", {"cp": 2, "emitter": "per_token", "hooks": ()}),
     "qwen3_vl-cp2-model-computes-the-loss": ("qwen3_vl", {"cp": 2, "with_labels": True}),
-    "qwen3_vl-cp2-all-to-all": ("qwen3_vl", {"cp": 2, "provider": {"cp_comm_type": "a2a"}}),
+    "qwen3_vl-cp2-all-to-all-chosen-before-the-step": ("qwen3_vl", {"cp": 2, "after_build": choose_all_to_all}),
     "qwen3_vl-cp2-recompute": (
         "qwen3_vl",
         {

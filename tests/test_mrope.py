@@ -1,3 +1,4 @@
+import importlib
 import random
 import re
 
@@ -64,6 +65,33 @@ def test_b42_equals_transformers_sample_by_sample(family, kinds):
         found = positions[:, 0, plan.real_index].split(list(plan.lengths), dim=1)
         for piece, own in zip(pieces, found, strict=True):
             assert torch.equal(own, expected(model, family, piece))
+
+
+@pytest.mark.parametrize("kinds", ["tiv", "ti", "tv", "t"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_b42_equals_megatron_bridge_packed_as_it_comes(cp, kinds):
+    """Bridge's own function on the packed stream, with the offsets that the engine passes."""
+    importlib.import_module("bridge_on_cpu")  # skips where Bridge is not installed
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import get_rope_index
+
+    from vlm_cp.engines.packed_params import packed_seq_params
+
+    _, spec = setting("qwen3_vl")
+    rng = random.Random(f"{cp}{kinds}")
+    for _ in range(40):
+        pieces = [random_sample(rng, frames=True, kinds=kinds, wrapped=True) for _ in range(rng.randrange(1, 6))]
+        plan, positions = ours(pieces, spec, cp=cp)
+        found, _ = get_rope_index(
+            spec.spatial_merge_size,
+            IMAGE,
+            VIDEO,
+            START,
+            plan.pack([p.ids for p in pieces], 0)[None],
+            image_grid_thw=grids(pieces, "images"),
+            video_grid_thw=grids(pieces, "videos"),
+            packed_seq_params=packed_seq_params(plan),
+        )
+        assert torch.equal(positions[:, 0, plan.valid], found[:, 0, plan.valid])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

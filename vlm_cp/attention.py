@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from vlm_cp import comm
+from vlm_cp import comm, rows, transfer
 from vlm_cp.plan import SequencePlan
 
 AttentionMethod = Literal["all_gather", "all_to_all"]
@@ -156,14 +156,11 @@ class _Segments:
         lengths = torch.tensor([self.q_lengths, self.k_lengths, self.k_starts])
         bounds = torch.zeros(2, lengths.size(1) + 1, dtype=torch.int32)
         torch.cumsum(lengths[:2], 1, out=bounds[:, 1:])
-        index = None
-        if self.q_lengths != self.k_lengths:
-            total = int(bounds[1, -1])
-            segment = torch.repeat_interleave(lengths[1], output_size=total)
-            index = torch.arange(total) + (lengths[2] - bounds[1, :-1])[segment]
-            index = index.to(self.device)
-        cu_q, cu_k = bounds.to(self.device)
-        return cu_q, cu_k, index
+        total, shifts = int(bounds[1, -1]), lengths[2] - bounds[1, :-1]
+        (cu_q, cu_k), shifts = transfer.moved_together([bounds, shifts], self.device)
+        if self.q_lengths == self.k_lengths:
+            return cu_q, cu_k, None
+        return cu_q, cu_k, torch.arange(total, device=self.device) + rows.spread(shifts, cu_k.diff(), total)
 
 
 def _causal_block(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:

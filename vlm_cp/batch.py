@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vlm_cp import rows, transfer
 from vlm_cp.alignment import Alignment
 from vlm_cp.media import MediaTable
 from vlm_cp.plan import SequencePlan
+
+_PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +71,25 @@ class PackedBatch:
         _check_patches("pixel_values_videos", self.pixel_values_videos, self.media.grids[self.media.num_images :])
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The batch on `device`, copied asynchronously; the plan and the media table move with it."""
-        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
+        """The batch on `device`, with its plan and media table: pixels in a copy of their own, all else in one, nothing waits."""
+        plan, media = self.plan, self.media
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        pixels = {name: transfer.moved(tensors.pop(name), device) for name in _PIXELS if name in tensors}
+        extras = [*self.token_extras.values(), *self.sample_extras.values()]
+        moved = iter(
+            transfer.moved_together(
+                [plan.cu_seqlens, plan.cu_seqlens_padded, media.row_slots, *tensors.values(), *extras], device
+            )
+        )
+        return replace(
+            self,
+            plan=plan.placed(next(moved), next(moved)),
+            media=media.placed(next(moved)),
+            **pixels,
+            **{name: next(moved) for name in tensors},
+            token_extras={name: next(moved) for name in self.token_extras},
+            sample_extras={name: next(moved) for name in self.sample_extras},
+        )
 
     def image_stream(self) -> ImageStream | None:
         """All media as images in the order of their placeholders, the same object at every call; None for text only.
@@ -86,7 +106,7 @@ class PackedBatch:
             return None
         pixels = kinds[0] if len(kinds) == 1 else torch.cat(kinds)
         if bool((media.frame_order.diff() < 0).any()):
-            pixels = pixels.index_select(0, media.patch_order().to(pixels.device, non_blocking=True))
+            pixels = pixels.index_select(0, transfer.moved(media.patch_order(), pixels.device))
         grids = media.frame_grids[media.frame_order]
         return ImageStream(
             pixel_values=pixels,
@@ -95,8 +115,20 @@ class PackedBatch:
         )
 
     def local(self, cp_rank: int) -> LocalBatch:
-        """The part of `cp_rank`: every token-aligned tensor is cut by the plan's one index, media stay whole."""
-        shard, rank = self.plan.shard, cp_rank
+        """The part of `cp_rank`: every token-aligned tensor is cut by the plan's one index, media stay whole.
+
+        The same object at every call, for the passes (old logprobs, reference, training) that a batch goes through.
+        """
+        if cp_rank not in self._locals:
+            self._locals[cp_rank] = self._cut(cp_rank)
+        return self._locals[cp_rank]
+
+    @cached_property
+    def _locals(self) -> dict[int, LocalBatch]:
+        return {}
+
+    def _cut(self, rank: int) -> LocalBatch:
+        shard = self.plan.shard
         return LocalBatch(
             plan=self.plan,
             cp_rank=rank,
@@ -176,13 +208,15 @@ def preprocess_packed_seqs(
             f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}, got {found}; padding would be packed as text"
         )
     mask = attention_mask.bool()
-    lengths = mask.sum(1) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
+    lengths = rows.counts_of(mask) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
     plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
     if sub_seq_lengths is not None:
         _check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
+    cells = rows.true_cells(mask, sum(plan.lengths))
     if shard_for_cp and alignment.cp_size > 1:
-        return plan.shard_rows(input_ids, mask, cp_rank or 0, pad_token_id)[None], plan
-    return plan.pack_rows(input_ids, mask, pad_token_id)[None], plan
+        return plan.shard_cells(input_ids, cells, cp_rank or 0, pad_token_id)[None], plan
+    real = input_ids.flatten(0, 1).index_select(0, cells)
+    return rows.put(real, plan.real_index, plan.total_tokens, pad_token_id)[None], plan
 
 
 def postprocess_packed_seqs(
@@ -202,13 +236,13 @@ def postprocess_packed_seqs(
     """
     if align not in ("slot", "token"):
         raise ValueError(f'align must be "slot" or "token", got {align!r}; every value would stand one token off')
-    stream = plan.gather(values_local, group)
-    slots = plan.row_slots(attention_mask)
-    cells, slots = slots < plan.total_tokens, slots.clamp(max=plan.total_tokens - 1)
+    plan.check_mask(attention_mask)
+    stream, slots = plan.gather(values_local, group), plan.real_index
     if align == "token":
-        cells, slots = cells & (plan.token_index[slots] > 0), (slots - 1).clamp(min=0)
-    rows = stream.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-    return rows.where(cells.view(*cells.shape, *[1] * (rows.ndim - 2)), fill)
+        real = stream.index_select(0, (slots - 1).clamp(min=0)).index_fill(0, plan.cu_seqlens[:-1].long(), fill)
+    else:
+        real = stream.index_select(0, slots) if len(slots) < len(stream) else stream
+    return rows.put_where(real, attention_mask.bool(), fill)
 
 
 def unpack(values_local: Tensor, plan: SequencePlan, *, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -249,7 +283,7 @@ def _check_row_layout(mask: Tensor, sub_seq_lengths: Sequence[Sequence[int]], ro
     edges = torch.zeros(rows, width + 1, dtype=torch.int32)
     edges.index_put_((row, starts), torch.ones_like(row, dtype=torch.int32), accumulate=True)
     edges.index_put_((row, starts + lengths), -torch.ones_like(row, dtype=torch.int32), accumulate=True)
-    expected = edges.cumsum(1)[:, :width].bool().to(mask.device)
+    expected = transfer.moved(edges.cumsum(1)[:, :width].bool(), mask.device)
     if mask.device.type != "cpu":
         torch._assert_async((mask == expected).all(), "attention_mask must be True at exactly sub_seq_lengths' tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif not torch.equal(mask, expected):
@@ -266,11 +300,3 @@ def _check_patches(name: str, pixels: Tensor | None, grids: Tensor) -> None:
         raise ValueError(
             f"{name} must have the {patches} patches that its grids describe, got {found}; images would shift into each other"
         )
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, SequencePlan | MediaTable):
-        return value.to(device)
-    return {name: _moved(x, device) for name, x in value.items()} if isinstance(value, Mapping) else value

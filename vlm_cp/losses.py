@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlm_cp import comm
+from vlm_cp import comm, transfer
 from vlm_cp.loss_contract import Emitter, check_loss_contract
 from vlm_cp.plan import SequencePlan
 
@@ -197,9 +197,7 @@ def replicated_loss(loss: Tensor, count: Tensor | int, *, cp_rank: int) -> Token
 
 
 def _sample_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    if x.is_cuda:
-        counts = counts.pin_memory().to(x.device, non_blocking=True)
+    counts = transfer.moved(torch.tensor(lengths, dtype=torch.int64), x.device)
     return torch.segment_reduce(x.double(), "sum", lengths=counts, axis=0, unsafe=True)
 
 

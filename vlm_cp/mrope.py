@@ -1,4 +1,4 @@
-"""Three-axis rotary positions (mRoPE) of a whole packed stream, vectorised: one cumulative sum, no loop over samples.
+"""Three-axis rotary positions (mRoPE) of a whole packed stream, vectorised: one cumulative sum, no loop over samples or media.
 
 A position depends on everything before it in its sample, so it can only be computed on the full stream: a shard does
 not know how many rows an image on another rank took. The rule (transformers 5.12 `get_rope_index`, per sample): a text
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vlm_cp.media import MediaTable
 from vlm_cp.plan import SequencePlan
+from vlm_cp.rows import spread
 from vlm_cp.spec import VLMSpec
 
 
@@ -47,28 +48,52 @@ def media_position_ids(
     media: MediaTable, plan: SequencePlan, *, second_per_grid_ts: Tensor | None = None, spec: VLMSpec
 ) -> Tensor:
     """`packed_position_ids` for a `MediaTable` that was built and checked before."""
-    item = media.item_of_row()
-    grids = media.grids // torch.tensor([1, spec.spatial_merge_size, spec.spatial_merge_size])
-    _, height, width = grids[item].unbind(1)
-    offset = torch.arange(len(item)) - (media.row_counts.cumsum(0) - media.row_counts)[item]
-    frame, in_frame = offset // (height * width), offset % (height * width)
-    is_frame = (
-        (item >= media.num_images) if spec.position_scheme == "frames" else torch.zeros_like(item, dtype=torch.bool)
-    )
+    m = spec.spatial_merge_size
+    whole_videos = spec.position_scheme == "time"
+    steps = _time_steps(media, second_per_grid_ts, spec)
+    runs = media.grids // torch.tensor([1, m, m])  # what lies in one piece and counts from one place
+    if not whole_videos:
+        frames = runs[:, 0].where(torch.arange(len(runs)) >= media.num_images, 1)
+        total = int(frames.sum())
+        runs, steps = spread(runs, frames, total), spread(steps, frames, total)
+        runs[media.num_images :, 0] = 1
+    within, ends = _positions_in_runs(runs, steps, media.row_slots)
 
-    rows = torch.stack(
-        [frame * _time_steps(media, second_per_grid_ts, spec)[item], in_frame // width, in_frame % width]
-    )
-    rows[0].masked_fill_(is_frame, 0)
-    ends_run = torch.where(is_frame, in_frame == height * width - 1, offset == media.row_counts[item] - 1)
+    # A slot's position is its place in its sample, less what the runs before it take up less of than they have rows.
+    saved = torch.zeros(plan.total_tokens + 1, dtype=torch.int64)
+    saved[ends] = runs.prod(1) - runs[:, 1:].amax(1)
+    saved = saved.cumsum_(0)[:-1]
+    starts = plan.cu_seqlens_padded[:-1].long()
+    base = spread(starts - saved[starts], plan.cu_seqlens_padded.diff(), len(saved))
+    positions = (torch.arange(len(saved)) - saved - base).repeat(3, 1)
+    positions.index_add_(1, media.row_slots, within)
+    return (positions if sum(plan.lengths) == plan.total_tokens else positions.mul_(plan.valid))[:, None]
 
-    step = torch.ones(plan.total_tokens, dtype=torch.int64)
-    step[media.row_slots] = torch.maximum(height, width) * ends_run
-    counter = step.cumsum(0) - step
-    counter -= counter[plan.cu_seqlens_padded[:-1].long()][plan.sample_index]
-    positions = counter.repeat(3, 1)
-    positions[:, media.row_slots] += rows
-    return positions.mul_(plan.valid)[:, None]
+
+def _positions_in_runs(runs: Tensor, steps: Tensor, row_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(int64 [3, R], int64 [Q]): each row's (t, y, x) in its run, less its number in the run; the slot after each run.
+
+    runs: [Q, 3], (frames, height, width) in feature rows. steps: [Q], from one frame to the next.
+    """
+    frames, lines = (int(x) for x in (runs[:, 0].sum(), runs[:, :2].prod(1).sum()))
+    height, width = (spread(runs[:, k], runs[:, 0], frames) for k in (1, 2))  # of each frame
+    widths = spread(width, height, lines)  # of each line
+    rows = runs.prod(1)
+    total = len(row_slots)
+    time = _count(runs[:, 0], frames) * spread(steps, runs[:, 0], frames)
+    within = torch.stack(
+        [
+            spread(time, height * width, total),
+            spread(_count(height, lines), widths, total),
+            _count(widths, total),
+        ]
+    )
+    return within.sub_(_count(rows, total)), row_slots[rows.cumsum(0) - 1] + 1
+
+
+def _count(lengths: Tensor, total: int) -> Tensor:
+    """int64 [total]: 0, 1, ... lengths[0] - 1, then the same up to lengths[1] - 1, and so on."""
+    return torch.arange(total) - spread(lengths.cumsum(0) - lengths, lengths, total)
 
 
 def _time_steps(media: MediaTable, second_per_grid_ts: Tensor | None, spec: VLMSpec) -> Tensor:

@@ -13,16 +13,15 @@ that causal attention costs every rank the same. It is Transformer Engine's `thd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlm_cp import comm
+from vlm_cp import comm, rows, transfer
 from vlm_cp.alignment import Alignment
 from vlm_cp.comm import GatherBackward
 
@@ -119,38 +118,35 @@ class SequencePlan:
 
     def to(self, device: torch.device | str) -> SequencePlan:
         """The same plan on `device`: one asynchronous copy of the offsets; all indices are derived from them there."""
-        target = torch.device(device)
-        bounds = torch.stack([self.cu_seqlens, self.cu_seqlens_padded])
-        if target.type == "cuda" and bounds.device.type == "cpu":
-            bounds = bounds.pin_memory()
-        moved = bounds.to(target, non_blocking=True)
-        if moved.device == self.device:
+        return self.placed(*transfer.moved_together([self.cu_seqlens, self.cu_seqlens_padded], device))
+
+    def placed(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> SequencePlan:
+        """The same plan with its offsets where they lie now; the plan itself, with what it has derived, where they did not move."""
+        if cu_seqlens.device == self.device:
             return self
-        return SequencePlan(
-            lengths=self.lengths,
-            padded_lengths=self.padded_lengths,
-            cu_seqlens=moved[0],
-            cu_seqlens_padded=moved[1],
-            alignment=self.alignment,
-        )
+        return replace(self, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
 
     # Where tokens lie. Everything is derived from the two offset tensors, on their device, without a host sync.
 
     @cached_property
     def sample_index(self) -> Tensor:
         """int64 [T]: the sample of every slot; padding carries its sample."""
-        return self._repeat(self.cu_seqlens_padded.diff(), self.total_tokens)
+        samples = torch.arange(len(self.lengths), device=self.device)
+        return rows.spread(samples, self.cu_seqlens_padded.diff(), self.total_tokens)
 
     @cached_property
     def token_index(self) -> Tensor:
         """int64 [T]: every slot's place inside its own padded sample, 0 at each sample's start."""
-        starts = self.cu_seqlens_padded[:-1].long()
-        return torch.arange(self.total_tokens, device=self.device) - starts[self.sample_index]
+        offsets, total = self.cu_seqlens_padded.long(), self.total_tokens
+        return torch.arange(total, device=self.device) - rows.spread(offsets[:-1], offsets.diff(), total)
 
     @cached_property
     def valid(self) -> Tensor:
         """bool [T]: slots that hold a real token."""
-        return self.token_index < self.cu_seqlens.diff()[self.sample_index]
+        real = self.cu_seqlens.diff()
+        runs = torch.stack([real, self.cu_seqlens_padded.diff() - real], 1).flatten()  # tokens, then padding, in turn
+        is_token = torch.arange(len(runs), device=self.device) % 2 == 0
+        return rows.spread(is_token, runs, self.total_tokens)
 
     @cached_property
     def scored(self) -> Tensor:
@@ -162,7 +158,7 @@ class SequencePlan:
         """int64 [N]: the stream slot of every real token, in order."""
         total = sum(self.lengths)
         padding_before = (self.cu_seqlens_padded - self.cu_seqlens)[:-1].long()
-        return torch.arange(total, device=self.device) + padding_before[self._repeat(self.cu_seqlens.diff(), total)]
+        return torch.arange(total, device=self.device) + rows.spread(padding_before, self.cu_seqlens.diff(), total)
 
     @cached_property
     def rank_order(self) -> Tensor:
@@ -179,34 +175,26 @@ class SequencePlan:
         """int64 [T/c]: the stream slots that `rank` owns, in their local order."""
         self._check_rank(rank)
         if rank not in self._local_indices:
-            slots = torch.arange(self.local_tokens, device=self.device)
-            if self.cp_size > 1:
-                slots += self._run_shifts(rank).index_select(0, self._local_runs)
-            self._local_indices[rank] = slots
+            lengths, starts, _ = self._runs(rank)
+            self._local_indices[rank] = rows.expand(starts, lengths, self.device)
         return self._local_indices[rank]
 
     @cached_property
     def _local_indices(self) -> dict[int, Tensor]:
         return {}
 
-    @cached_property
-    def _local_runs(self) -> Tensor:
-        """int64 [T/c]: the run of every local slot; a run is a chunk's neighbouring slots, two a sample (one at cp_size 1)."""
-        runs = 2 if self.cp_size > 1 else 1
-        chunks = (self.cu_seqlens_padded.diff() // (runs * self.cp_size)).long()
-        return torch.repeat_interleave(chunks.repeat_interleave(runs), output_size=self.local_tokens)
+    def _runs(self, rank: int) -> np.ndarray:
+        """int64 [3, runs]: length, first stream slot and sample of the pieces that `rank` owns, in their local order.
 
-    def _run_shifts(self, rank: int) -> Tensor:
-        """int64 [runs]: how far a run's stream slots lie behind its local slots."""
-        starts, size = self.cu_seqlens_padded.long(), self.cp_size
-        if size == 1:
-            return torch.zeros(len(self.lengths), dtype=torch.int64, device=self.device)
-        before, chunk = (starts - starts // size)[:-1], starts.diff() // (2 * size)
-        return torch.stack([before + rank * chunk, before + (2 * size - 2 - rank) * chunk], 1).flatten()
-
-    def _repeat(self, counts: Tensor, total: int) -> Tensor:
-        """int64 [total]: sample b, counts[b] times. `total` is given so that no device is asked for the sum."""
-        return torch.repeat_interleave(counts.long(), output_size=total)
+        A run is a chunk: two a sample, the whole sample at cp_size 1.
+        """
+        padded = np.array(self.padded_lengths)
+        starts, samples = padded.cumsum() - padded, np.arange(len(padded))
+        if self.cp_size == 1:
+            return np.stack([padded, starts, samples])
+        chunk = padded // (2 * self.cp_size)
+        both = [starts + rank * chunk, starts + (2 * self.cp_size - 1 - rank) * chunk]
+        return np.stack([chunk.repeat(2), np.stack(both, 1).ravel(), samples.repeat(2)])
 
     # Cutting and joining.
 
@@ -254,61 +242,40 @@ class SequencePlan:
 
     def pack_rows(self, x: Tensor, attention_mask: Tensor, fill: float) -> Tensor:
         """[T, ...] from rows [B, S, ...]: the cells where the mask is True, in order. `postprocess_packed_seqs` is its inverse."""
-        mask = self._row_mask(x, attention_mask)
-        real = x.flatten(0, 1).index_select(0, self._cells(mask))
-        return x.new_full((self.total_tokens, *x.shape[2:]), fill).index_copy(0, self.real_index, real)
+        cells = self.row_cells(attention_mask, x)
+        return rows.put(x.flatten(0, 1).index_select(0, cells), self.real_index, self.total_tokens, fill)
 
-    def shard_rows(self, x: Tensor, attention_mask: Tensor, rank: int, fill: float) -> Tensor:
-        """`shard(pack_rows(x, attention_mask, fill), rank)` without building the stream: [T/c, ...]."""
+    def shard_cells(self, x: Tensor, cells: Tensor, rank: int, fill: float) -> Tensor:
+        """`shard(pack_rows(x, mask, fill), rank)` without building the stream: [T/c, ...]. cells: of the mask, from `row_cells`."""
         self._check_rank(rank)
-        cells = self._cells(self._row_mask(x, attention_mask))
-        runs, each = self._local_runs, 2 if self.cp_size > 1 else 1
-        padding_before = (self.cu_seqlens_padded - self.cu_seqlens)[:-1].repeat_interleave(each)
-        ordinal = torch.arange(self.local_tokens, device=self.device)
-        ordinal += (self._run_shifts(rank) - padding_before).index_select(0, runs)
-        is_padding = ordinal >= self.cu_seqlens[1:].repeat_interleave(each).index_select(0, runs)
-        cells = cells.index_select(0, ordinal.clamp_(max=sum(self.lengths) - 1))
-        return x.flatten(0, 1).index_select(0, cells).masked_fill(is_padding.view(-1, *[1] * (x.ndim - 2)), fill)
+        lengths, starts, samples = self._runs(rank)
+        ends, padding = np.cumsum(self.lengths), np.subtract(self.padded_lengths, self.lengths)
+        first = starts - (padding.cumsum() - padding)[samples]  # the token at the start of each run, if it holds one
+        tokens = (ends[samples] - first).clip(0, lengths)
+        index = rows.expand(first, lengths, self.device).clamp_(max=int(ends[-1]) - 1)
+        local = x.flatten(0, 1).index_select(0, cells.index_select(0, index))
+        padding_slots = rows.expand(lengths.cumsum() - lengths + tokens, lengths - tokens, self.device)
+        return local.index_fill(0, padding_slots, fill)
 
-    def row_slots(self, attention_mask: Tensor) -> Tensor:
-        """int64 [rows, S]: the stream slot of every cell where the mask is True, T elsewhere.
+    def row_cells(self, attention_mask: Tensor, x: Tensor | None = None) -> Tensor:
+        """int64 [N]: the cells of [rows, S] where the mask is True, in the order of the plan's tokens.
 
-        A row may hold several samples, one after the other; the mask must mark exactly the plan's tokens. On an
-        accelerator that check is an assertion on the device, since a Python error would need a host sync.
+        x: what will be read there, [rows, S, ...].
         """
-        mask = self._row_mask(attention_mask, attention_mask)
-        slots = torch.full((mask.numel(),), self.total_tokens, device=self.device)
-        return slots.index_copy(0, self._cells(mask), self.real_index).view(mask.shape)
+        self.check_mask(attention_mask)
+        if x is not None and x.shape[:2] != attention_mask.shape:
+            raise ValueError(
+                f"x must start with the mask's shape {tuple(attention_mask.shape)}, got {tuple(x.shape)}; cells would be misread"
+            )
+        return rows.true_cells(attention_mask.bool(), sum(self.lengths))
 
-    def _cells(self, mask: Tensor) -> Tensor:
-        """int64 [N]: the cells of [rows, S] where the mask is True, counted along the rows."""
-        if self.device.type == "cpu":
-            return mask.flatten().nonzero()[:, 0]
-        return mask.flatten().nonzero_static(size=sum(self.lengths))[
-            :, 0
-        ]  # the plain call asks the device for the count
+    def check_mask(self, attention_mask: Tensor) -> None:
+        """Refuses a mask [rows, S] that does not mark exactly the plan's tokens. On an accelerator it is an assertion there.
 
-    def _row_mask(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        A row may hold several samples, one after the other.
+        """
         self._check(attention_mask, 0, attention_mask.size(0), "rows")
-        mask = attention_mask.bool()
-        if x.shape[:2] != mask.shape:
-            raise ValueError(
-                f"x must start with the mask's shape {tuple(mask.shape)}, got {tuple(x.shape)}; cells would be misread"
-            )
-        counts = mask.sum(1)
-        if self.device.type != "cpu":
-            row_ends = counts.cumsum(0)
-            ends = (row_ends[:, None] == self.cu_seqlens).any(1)  # torch.isin would ask the device for sizes
-            fits = ends.all() & (row_ends[-1] == self.cu_seqlens[-1])
-            torch._assert_async(fits, "attention_mask must mark exactly the plan's tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            return mask
-        found = counts.tolist()
-        if sum(found) != sum(self.lengths) or not set(accumulate(found)) <= set(self.cu_seqlens.tolist()):
-            raise ValueError(
-                f"attention_mask must mark exactly the plan's {sum(self.lengths)} tokens, samples whole in their rows, got "
-                f"{sum(found)} in rows of {found}; values would move to other samples"
-            )
-        return mask
+        rows.check_counts(rows.counts_of(attention_mask.bool()), self.cu_seqlens, self.lengths)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.cp_size:

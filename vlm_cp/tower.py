@@ -13,6 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from vlm_cp import transfer
 from vlm_cp.vision_layout import VisionLayout
 
 
@@ -51,10 +52,7 @@ class PositionTables:
     def _matrix(self, length: int, like: Tensor) -> Tensor:
         key = (length, like.device, like.dtype)
         if key not in self._matrices:
-            matrix = interpolation(length, self.side).to(like.dtype)
-            if like.is_cuda:
-                matrix = matrix.pin_memory()
-            self._matrices[key] = matrix.to(like.device, non_blocking=True)
+            self._matrices[key] = transfer.moved(interpolation(length, self.side).to(like.dtype), like.device)
         return self._matrices[key]
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlm_cp import comm
+from vlm_cp import comm, transfer
 from vlm_cp.vision import VisionAssignment
 
 
@@ -85,7 +85,7 @@ class VisionLayout:
         queries, seen, keys = _shared_runs(assignment, rank)
         row_table = _row_table(assignment)
         tables = [part_table, row_table, _bounds(own)[None], _bounds(queries)[None], _bounds(seen)[None]]
-        on_device = _moved(tables, device)
+        on_device = transfer.moved_together([torch.from_numpy(table) for table in tables], device)
         cu_own, cu_q, cu_k = (x[0].int() for x in on_device[2:])
         return cls(
             assignment=assignment,
@@ -207,15 +207,6 @@ def _row_table(assignment: VisionAssignment) -> np.ndarray:
 
 def _bounds(lengths: tuple[int, ...]) -> np.ndarray:
     return np.array([0, *accumulate(lengths)], np.int64)
-
-
-def _moved(tables: list[np.ndarray], device: torch.device | str) -> list[Tensor]:
-    """The tables on `device`, sent in one copy."""
-    flat = torch.from_numpy(np.concatenate([table.ravel() for table in tables]))
-    if torch.device(device).type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    pieces = flat.split([table.size for table in tables])
-    return [piece.view(table.shape) for piece, table in zip(pieces, tables, strict=True)]
 
 
 def _runs_of(starts: Tensor, counts: Tensor, total: int) -> Tensor:

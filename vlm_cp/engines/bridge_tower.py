@@ -99,6 +99,10 @@ class TowerWork:
         self._layouts.move_to_end(key)
         return self._layouts[key]
 
+    def forget_layouts(self) -> None:
+        """As if no batch had been seen yet, for measurements that repeat one."""
+        self._layouts.clear()
+
 
 @dataclass
 class VisionSeqParams(PackedSeqParams):

@@ -9,6 +9,7 @@ layer spec names its core attention and the layer works at any cp_size, on gloo 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -64,6 +65,14 @@ class CoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group: dist.ProcessGroup | None = groups.cp if config.context_parallel_size > 1 else None
+        self.cp_stream = None  # Transformer Engine's attention has one; collectives here run on the current stream
+
+    def set_context_parallel_group(
+        self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Sequence[int], cp_stream: Any, cp_comm_type: str
+    ) -> None:
+        """Transformer Engine's call of this name: another group or way of exchange from the next forward on."""
+        _refuse_unless(cp_comm_type in _METHODS, "cp_comm_type", "be p2p, all_gather or a2a", cp_comm_type)
+        self.cp_group, self.method = cp_group, _METHODS[cp_comm_type]
 
     def forward(
         self,

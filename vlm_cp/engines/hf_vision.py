@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 from transformers.vision_utils import get_vision_bilinear_indices_and_weights
 
+from vlm_cp import transfer
 from vlm_cp.cut_attention import attend_frames, cut_attention
 from vlm_cp.families import Family, VisionRows
 from vlm_cp.vision_layout import VisionLayout
@@ -29,7 +30,7 @@ def encode_shared(
         rows = _encode_cut(model.model.visual, local, layout, group)
     else:
         grids = torch.tensor([(1, *size) for size in layout.sizes])
-        rows = family.encode(model, local, grids.to(pixels.device, non_blocking=True))
+        rows = family.encode(model, local, transfer.moved(grids, pixels.device))
     joined = layout.join(torch.cat([rows.main, *rows.levels], 1), group)
     main, *levels = joined.split([x.size(1) for x in (rows.main, *rows.levels)], 1)
     return VisionRows(main, tuple(levels))
@@ -76,6 +77,6 @@ def _position_embeddings(visual: Any, layout: VisionLayout) -> Tensor:
         frames, num_grid_per_side=visual.num_grid_per_side, spatial_merge_size=visual.spatial_merge_size
     )
     counts = frames.prod(1)
-    here = layout.offsets_from((counts.cumsum(0) - counts).to(layout.device, non_blocking=True))
-    index, weight = (x.to(layout.device, non_blocking=True)[:, here] for x in (index, weight))
-    return (visual.pos_embed(index) * weight[:, :, None]).sum(0)
+    starts, index, weight = transfer.moved_together([counts.cumsum(0) - counts, index, weight], layout.device)
+    here = layout.offsets_from(starts)
+    return (visual.pos_embed(index[:, here]) * weight[:, here, None]).sum(0)

@@ -9,7 +9,7 @@ and as Bridge's second way for Qwen3VLModel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vlm_cp import comm
+from vlm_cp import comm, transfer
 from vlm_cp.batch import PackedBatch
 from vlm_cp.engines.bridge_tower import HostGridTower
+from vlm_cp.engines.comm_type import choose
 from vlm_cp.engines.idle_tower import with_idle_tower
 from vlm_cp.engines.packed_params import PlannedSeqParams, packed_seq_params
 from vlm_cp.engines.preflight import (
@@ -33,8 +34,10 @@ from vlm_cp.engines.preflight import (
     inspect_model,
     unwrap,
 )
+from vlm_cp.exchange import COMM_TYPES, CommChoice, CommType
 from vlm_cp.families.capability import Layout
 from vlm_cp.loss_contract import check_loss_contract
+from vlm_cp.plan import SequencePlan
 from vlm_cp.spec import VLMSpec
 
 # The model's output on the last stage -> this rank's share of the loss (a `TokenLoss`); the batch is the full stream's.
@@ -45,8 +48,8 @@ class MegatronEngine:
     """Runs a built Megatron-Bridge model on packed batches.
 
     chunks: what `provide_distributed_model` returned on this rank. spec: `VLMSpec.from_bridge(provider)`, None for a text
-    model. layout: who cuts the stream, see above. Everything that could go wrong silently is checked here, once. The
-    model is never changed.
+    model. layout: who cuts the stream, see above. Everything that could go wrong silently is checked here, once. Only
+    `choose_comm_type` changes the model.
 
     >>> engine = MegatronEngine(chunks, spec=VLMSpec.from_bridge(provider))                    # doctest: +SKIP
     >>> forward_backward(forward_step_func=engine.forward_step(emitter, loss_fn), ...)         # doctest: +SKIP
@@ -72,6 +75,17 @@ class MegatronEngine:
     def tp_group(self) -> dist.ProcessGroup | None:
         return self.model.tp_group
 
+    def choose_comm_type(
+        self, plans: Sequence[SequencePlan], *, allowed: Collection[CommType] = COMM_TYPES
+    ) -> CommChoice:
+        """Picks how attention exchanges keys and values in the next step, sets it in every layer, and returns it to report.
+
+        plans: of all micro-batches of the step, the same on every rank. Call it once before a step, never inside one. allowed: a
+        single type overrides the choice; `vlm_cp.exchange.EXACT` leaves the types whose forward equals CP=1's bit by bit.
+        Without a call the layers keep the `cp_comm_type` that they were built with.
+        """
+        return choose(self.model.chunks, plans, allowed)
+
     def inputs(self, batch: PackedBatch, chunk: nn.Module, *, with_labels: bool = False) -> dict[str, Any]:
         """The keywords of `chunk`'s call. Ids and positions go to every stage, media to the first, labels to the last.
 
@@ -89,9 +103,7 @@ class MegatronEngine:
         if stage.pre_process and (images := batch.image_stream()) is not None:
             found["pixel_values"] = images.pixel_values
             on_host = isinstance(stage.vision_model, HostGridTower)
-            found["image_grid_thw"] = images.grid_thw.to(
-                "cpu" if on_host else images.pixel_values.device, non_blocking=True
-            )
+            found["image_grid_thw"] = transfer.moved(images.grid_thw, "cpu" if on_host else images.pixel_values.device)
             found["image_input_mask"] = cut(images.placeholder_mask)
         if stage.post_process and with_labels:
             found["labels"] = cut(batch.labels).clamp(min=0)
