@@ -18,7 +18,7 @@ from torch import Tensor
 from vlm_cp_hooks import keep_deepstack_gradients, shard_vision_over_cp
 
 from benchmarks.cases import Shape
-from benchmarks.models import RECOMPUTE, build, fill, groups, share_weights, wrapped
+from benchmarks.models import RECOMPUTE, build, fill, forget_attention_choice, groups, share_weights, wrapped
 from vlm_cp.batch import PackedBatch
 from vlm_cp.engines.comm_type import set_comm_type
 from vlm_cp.engines.deepstack import keep_deepstack_gradient
@@ -121,6 +121,7 @@ class Resident:
 
     def activate(self, arm: Arm, batch: PackedBatch) -> Built:
         """Makes the arm's model the only one with gradient buffers, zeroed, and sets its switches."""
+        forget_attention_choice()
         active = self.built[arm.cp, arm.stock]
         for built in self.built.values():
             if built is not active and _has_buffers(built.ddp):
