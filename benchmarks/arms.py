@@ -49,8 +49,11 @@ class Arm:
 def all_arms(cp: int, *, by_count: bool = False, every_comm: bool = False) -> list[Arm]:
     """Every arm at CP=1 and CP=cp; stock with each of its switches. by_count: also the one for vision, nothing without media.
 
-    every_comm: this package also with each way of exchange, beside the one that it picks.
+    every_comm: this package also with each way of exchange, beside the one that it picks. On one rank nothing is exchanged
+    or dealt out: two arms.
     """
+    if cp == 1:
+        return [Arm(1, True), Arm(1, False)]
     counts = (False, True) if by_count else (False,)
     stock = [Arm(cp, True, comm, by_count) for comm in COMM_TYPES for by_count in counts]
     own = [Arm(cp, False, comm) for comm in (None, *(COMM_TYPES if every_comm else ()))]

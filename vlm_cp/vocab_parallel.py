@@ -22,7 +22,6 @@ from torch import Tensor
 
 from vlm_cp import comm
 
-
 _NO_MASS = -1000.0  # log p of a column of probability 0, also in float64; finite, for 0 times -inf is NaN
 
 
