@@ -3,9 +3,10 @@
     python -m benchmarks.run --case longest [--cases text,image] [--arms cp1_stock,cp1_vlm_cp] [--budget 560]
 
 A step is forward, backward with full recompute, and the sum of gradients; no optimizer state. Sizes double until one fails,
-then go where the peaks of those that fit point to, to --step tokens. Ranks run in processes of their own, which end with
-their first failure, since an error of allocation leaves tensors behind. Arms of CP=n run on all GPUs of the host; with one
-GPU there are none. `_from_hidden` computes log-probabilities without logits (`vlm_cp.logprobs.output_processor`).
+then go where the peaks of those that fit point to, to --step tokens, at most to the model's number of positions. Ranks run
+in processes of their own, which end with their first failure, since an error of allocation leaves tensors behind. Arms of
+CP=n run on all GPUs of the host; with one GPU there are none. `_from_hidden` computes log-probabilities without logits
+(`vlm_cp.logprobs.output_processor`).
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ KINDS = ("stock", "vlm_cp", "vlm_cp_from_hidden")
 
 @dataclass(frozen=True, kw_only=True)
 class Bracket:
-    """What is known: `good` tokens fit (0: none yet), `bad` do not (None: unknown); the largest two (tokens, bytes) that fit."""
+    """What is known: `good` tokens fit (0: none yet), `bad` do not (None: unknown); the largest two (tokens, bytes) that fit.
+
+    most: positions of the model, beyond which nothing is tried.
+    """
 
     step: int
     first: int
+    most: int = 2**62
     good: int = 0
     bad: int | None = None
     failures: int = 0
@@ -66,13 +71,15 @@ class Bracket:
         return int(tokens1 + (self.capacity - peak1) * (tokens1 - tokens0) / (peak1 - peak0))
 
     def next(self) -> int | None:
-        """The tokens to try next; None when the bracket is no wider than a step.
+        """The tokens to try next; None when the bracket is no wider than a step, or `most` tokens fit.
 
         Without a failure, what the peaks point to, at most twice what fits. Below a failure, what they point to if that
         is less; else one step less, then 2, 4, ... so that a wrong guess costs few failures, but never less than the
         middle, which it is where nothing is pointed to.
         """
         pointed = self.pointed_to()
+        if self.good >= self.most:
+            return None
         if self.bad is None:
             guess = max(min(pointed or 2 * self.good, 2 * self.good), self.first if not self.good else 0)
         elif self.bad - self.good <= self.step:
@@ -81,7 +88,7 @@ class Bracket:
             less = self.bad - self.step * 2 ** (self.failures - 1)
             guess = 0 if pointed is None else pointed if pointed < self.bad else less
             guess = min(max(guess, (self.good + self.bad) // 2), self.bad - self.step)
-        return max(guess // self.step * self.step, self.good + self.step)
+        return min(max(guess // self.step * self.step, self.good + self.step), self.most)
 
 
 # A rank's part.
@@ -303,7 +310,8 @@ def main(arguments: list[str]) -> int:
     good = True
     for number, (case, cp, kind) in enumerate(wanted):
         share = (args.budget - (time.perf_counter() - begin)) / (len(wanted) - number)
-        bracket = Bracket(step=args.step, first=args.first * cp)
+        most = SHAPES[args.shape].text["max_position_embeddings"] * SHAPES[args.shape].scale ** 2
+        bracket = Bracket(step=args.step, first=args.first * cp, most=most)
         row = search(partial(launched, args, case, kind, cp), bracket, share)
         good = good and row["longest"] > 0
         record(args.json, [{"case": case, "arm": f"cp{cp}_{kind}", "cp": cp, "step": args.step, **row}])

@@ -130,6 +130,13 @@ def test_search_finds_the_limit(limit: int, fixed: int) -> None:
     assert failures <= (6 if limit < 65536 else 3)  # halving, where two sizes never fitted
 
 
+def test_search_ends_at_the_models_positions() -> None:
+    tried: list[int] = []
+    row = search(by_limit(10**9, tried), Bracket(step=1024, first=32768, most=100_000), 60)
+    assert (row["longest"], row["fails_at"], "unfinished" in row) == (100_000, None, False)
+    assert tried == [32768, 65536, 100_000]
+
+
 def test_search_says_what_it_could_not_find() -> None:
     def killed(bracket: Bracket, seconds: float) -> Iterable[Row]:
         return [
