@@ -13,6 +13,7 @@ import torch
 from bridge_runs import Result, execute
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import apply_rotary_pos_emb_absolute
+from rotary_ranks import kernel_errors, table, with_gradient
 from test_bridge_parity import LOGPROB, RECOMPUTE, check, run_of
 from torch import Tensor
 from vlm_cp_hooks import fuse_text_rotary, keep_deepstack_gradients, keep_default_loss_scaling, shard_vision_over_cp
@@ -26,25 +27,11 @@ OURS = (*OTHERS, fuse_text_rotary)
 # Arithmetic.
 
 
-def table(tokens: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Angles [tokens, 1, 1, width] of far positions, where cosines are hard."""
-    frequencies = 5e6 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    half = (torch.arange(tokens, dtype=torch.float64) * 1009)[:, None] * frequencies
-    return torch.cat([half, half], 1)[:, None, None].to(dtype)
-
-
 def stock(x: Tensor, angles: Tensor, *, in_fp32: bool = False) -> Tensor:
     config: Any = SimpleNamespace(
         apply_rope_fusion=False, apply_rotary_pos_emb_in_fp32=in_fp32, rotary_interleaved=False
     )
     return apply_rotary_pos_emb_absolute(x, angles, config, cu_seqlens=torch.tensor([0, len(x)]))
-
-
-def with_gradient(rotate: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    x = x.detach().requires_grad_()
-    out = rotate(x)
-    (gradient,) = torch.autograd.grad(out, x, weight.to(out.dtype))
-    return out.detach().double(), gradient.double()
 
 
 @pytest.mark.parametrize("width", [64, 24], ids=["whole-head", "partial"])
@@ -75,6 +62,12 @@ def test_split_and_rotated() -> None:
     found = with_gradient(lambda x: torch.stack(split_and_rotated(x, angles)), mixed, weights)
     for own, other in zip(found, with_gradient(apart, mixed, weights), strict=True):
         assert torch.equal(own, other)
+
+
+def test_what_the_gpu_test_measures_is_equal_here() -> None:
+    for errors in kernel_errors(0, "cpu").values():
+        for own, plain in errors.values():
+            assert own == plain < 5e-3
 
 
 # The hook on Bridge's models.
