@@ -18,7 +18,7 @@ from torch import Tensor
 from vlm_cp_hooks import keep_deepstack_gradients, shard_vision_over_cp
 
 from benchmarks.cases import Shape
-from benchmarks.models import RECOMPUTE, build, fill, groups, share_weights, wrapped
+from benchmarks.models import RECOMPUTE, build, fill, forget_attention_choice, groups, share_weights, wrapped
 from vlm_cp.batch import PackedBatch
 from vlm_cp.engines.comm_type import set_comm_type
 from vlm_cp.engines.deepstack import keep_deepstack_gradient
@@ -49,8 +49,11 @@ class Arm:
 def all_arms(cp: int, *, by_count: bool = False, every_comm: bool = False) -> list[Arm]:
     """Every arm at CP=1 and CP=cp; stock with each of its switches. by_count: also the one for vision, nothing without media.
 
-    every_comm: this package also with each way of exchange, beside the one that it picks.
+    every_comm: this package also with each way of exchange, beside the one that it picks. On one rank nothing is exchanged
+    or dealt out: two arms.
     """
+    if cp == 1:
+        return [Arm(1, True), Arm(1, False)]
     counts = (False, True) if by_count else (False,)
     stock = [Arm(cp, True, comm, by_count) for comm in COMM_TYPES for by_count in counts]
     own = [Arm(cp, False, comm) for comm in (None, *(COMM_TYPES if every_comm else ()))]
@@ -121,6 +124,7 @@ class Resident:
 
     def activate(self, arm: Arm, batch: PackedBatch) -> Built:
         """Makes the arm's model the only one with gradient buffers, zeroed, and sets its switches."""
+        forget_attention_choice()
         active = self.built[arm.cp, arm.stock]
         for built in self.built.values():
             if built is not active and _has_buffers(built.ddp):

@@ -111,3 +111,15 @@ def share_weights(model: Any, source: Any) -> None:
 def groups() -> dict[str, Any]:
     """Megatron's global process groups as they are now; `vars(parallel_state).update(...)` brings them back."""
     return {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z0-9_]+", name)}
+
+
+def forget_attention_choice() -> None:
+    """Makes Transformer Engine choose its attention kernel anew at the next call, so that no arm pays for the one before it.
+
+    It keeps the parameters of its last choice, process-wide, and compares every call's with them. Stock's tower leaves a
+    CUDA tensor there as the longest frame; for an arm with equal sizes it stays, and each comparison waits for the device.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None:
+        from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as engine
+
+        engine._attention_backends["attention_params"] = None

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import SHAPES
-from benchmarks.models import build, start
+from benchmarks.models import build, forget_attention_choice, start
 from benchmarks.timing import measure, once
 
 
@@ -79,6 +79,7 @@ class Profile:
 
     def forward(self, name: str, pixels: Tensor, grids: Tensor) -> list[Tensor]:
         grids = grids if name == "stock" else grids.cpu()
+        forget_attention_choice()
         rows, levels = self.towers[name](pixels, grids)
         return [rows, *levels]
 
@@ -156,6 +157,7 @@ class Profile:
         for name in self.towers:
             pixels, grids = self.large
             host_grids = grids if name == "stock" else grids.cpu()
+            forget_attention_choice()
             torch.cuda.synchronize()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -3,12 +3,12 @@
     python -m benchmarks.run --case mrope [--json FILE] [--help]
     torchrun --nproc_per_node 2 -m benchmarks.run --case step --tokens 32768
 
-step      a: whole training step against stock Megatron-Bridge (2 GPUs)
-vision    b: the vision tower and the exchange of its rows (2 GPUs)
+step      a: whole training step against stock Megatron-Bridge (2 GPUs; one: at CP=1 alone)
+vision    b: the vision tower and the exchange of its rows (2 GPUs; one: the tower alone)
 mrope     c: three-axis positions against Bridge's and transformers' functions (CPU)
 pack      d: pack, shard and unpack against SkyRL's, verl's and NeMo-RL's, read from paths given (CPU or GPU)
 logprobs  e: time and peak memory of log-probabilities, against the same (GPU)
-longest   f: the longest sequence that fits at CP=1 and CP=n (2 GPUs)
+longest   f: the longest sequence that fits at CP=1 and CP=n (2 GPUs; one: at CP=1 alone)
 exchange     attention alone by `cp_comm_type`, from which `vlm_cp.exchange` picks (2 GPUs)
 
 Every case compares results before it times anything, and refuses to time what differs. What comes after --case NAME are

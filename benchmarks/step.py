@@ -1,6 +1,7 @@
 """Case a, the whole training step: forward, backward and the sum of gradients over the ranks, against stock Megatron-Bridge.
 
     torchrun --nproc_per_node 2 -m benchmarks.run --case step [--cases skewed,image,text,long] [--tokens 32768] [--budget 280]
+    python -m benchmarks.run --case step    # one GPU: stock against this package at CP=1 alone
 
 Arms (benchmarks/arms.py): Bridge as it is and this package, at CP=1 and CP=n; at CP=1 every rank runs the whole batch, so that
 CP=n is ideal at 1/n of its time. All arms run the same weights and batch, in turn, round by round. Before an arm is timed, its

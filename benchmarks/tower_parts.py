@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.tower_oracle import rotate
 from vlm_cp.cut_attention import attend_frames
-from vlm_cp.engines.bridge_tower import _narrow, _rotated, _seq_params
+from vlm_cp.engines.bridge_tower import _narrow, _seq_params
+from vlm_cp.engines.rotary import rotated, split_and_rotated
 from vlm_cp.tower import PositionTables, rotary_angles
 from vlm_cp.vision_layout import Runs
 
@@ -91,7 +92,7 @@ def rotary(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str,
     offsets = layout.own.cu_q
     arms: Arms = {
         "stock": lambda: apply_rotary_pos_emb_absolute(query, table, config=config, cu_seqlens=offsets),
-        "fused": lambda: _rotated(query, table),
+        "fused": lambda: rotated(query, table),
     }
     few = slice(0, min(patches, 8192))
     source = query[few].detach().double().requires_grad_()
@@ -106,6 +107,60 @@ def rotary(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str,
         (gradient,) = torch.autograd.grad(out, mixed, full)
         errors[name] = (_error(out[few], truth.detach()), _error(gradient[few, :, :width], true_gradient))
     return _both(arms, [mixed]), {"errors_value_gradient": errors}
+
+
+def split_and_rotary(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str, Any]]:
+    """From the fused projection to query, key and value as attention takes them, joined again so that each has a gradient."""
+    tower, layout = profile.towers["stock"], _layout(profile, grids)
+    config, patches = tower.config, len(pixels)
+    heads, width = config.num_attention_heads, config.kv_channels
+    mixed = torch.randn(patches, heads, 3 * width, device=profile.device, dtype=profile.dtype).requires_grad_()
+    table = rotary_angles(tower.rotary_pos_emb(int(grids[:, 1:].max())), layout)[:, None, None]
+
+    def by(rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        query, key, value = mixed.split(width, -1)
+        return torch.stack([rotate(query), rotate(key), value.contiguous()])
+
+    arms: Arms = {
+        "stock": lambda: by(
+            lambda x: apply_rotary_pos_emb_absolute(x, table, config=config, cu_seqlens=layout.own.cu_q)
+        ),
+        "three_kernels": lambda: by(lambda x: rotated(x, table)),
+        "one_kernel": lambda: torch.stack(split_and_rotated(mixed, table)),
+    }
+    weight = torch.randn(3, patches, heads, width, device=profile.device, dtype=profile.dtype)
+    found = {name: run() for name, run in arms.items()}
+    gradients = {name: torch.autograd.grad(out, mixed, weight)[0] for name, out in found.items()}
+    errors = {
+        name: (_error(x, found["stock"].detach().double()), _error(gradients[name], gradients["stock"].double()))
+        for name, x in found.items()
+    }
+    return _both(arms, [mixed]), {"against_stock_value_gradient": errors}
+
+
+def text_rotary(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str, Any]]:
+    """A query of the language model at 32768 positions, whose cosines stock rounds to the query's precision."""
+    config, width = profile.models["stock"].config, 128
+    tokens = 32768 if profile.device.type == "cuda" else 64
+    query = torch.randn(tokens, 16, width, device=profile.device, dtype=profile.dtype).requires_grad_()
+    frequencies = 5e6 ** (-torch.arange(0, width, 2, device=profile.device) / width)
+    angles = torch.arange(tokens, device=profile.device)[:, None] * frequencies
+    table = torch.cat([angles, angles], 1)[:, None, None]
+    offsets = torch.tensor([0, tokens], device=profile.device, dtype=torch.int32)
+    arms: Arms = {
+        "stock": lambda: apply_rotary_pos_emb_absolute(query, table, config=config, cu_seqlens=offsets),
+        "fused": lambda: rotated(query, table),
+    }
+    source = query.detach().double().requires_grad_()
+    truth = rotate(source, table[:, 0].double())
+    weight = torch.randn_like(truth)
+    (true_gradient,) = torch.autograd.grad(truth, source, weight)
+    errors = {}
+    for name, run in arms.items():
+        out = run()
+        (gradient,) = torch.autograd.grad(out, query, weight.to(out.dtype))
+        errors[name] = (_error(out, truth.detach()), _error(gradient, true_gradient))
+    return _both(arms, [query]), {"errors_value_gradient": errors}
 
 
 def patch_embedding(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str, Any]]:
@@ -157,7 +212,8 @@ def shared_attention(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms,
         out = module(q, k, v, None, attn_mask_type=AttnMaskType.no_mask, packed_seq_params=_seq_params(found))
         return out.unflatten(1, (q.size(1), width))
 
-    whole = attend(core, q, k, v, runs([frame] * 4, [frame] * 4))
+    # Twice, since a graph of Transformer Engine's fused attention can be walked backward only once.
+    whole, again = (attend(core, q, k, v, runs([frame] * 4, [frame] * 4)) for _ in range(2))
     packed = torch.stack([x[:, : heads // 2] for x in (q, k, v)], 1)
     half = attend(narrow, packed[:, 0], packed[:, 1], packed[:, 2], runs([frame] * 4, [frame] * 4))
     cut = frame // 3 // 4 * 4
@@ -166,7 +222,7 @@ def shared_attention(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms,
         core, q[middle].clone(), k[: 3 * frame], v[: 3 * frame], runs([frame - cut, frame, frame - cut], [frame] * 3)
     )
     expected, weight = whole.detach().double(), torch.randn_like(whole)
-    (all_keys,) = torch.autograd.grad(whole[middle], k, weight[middle], retain_graph=True)
+    (all_keys,) = torch.autograd.grad(again[middle], k, weight[middle])
     (part_keys,) = torch.autograd.grad(part, k, weight[middle])
     (half_values,) = torch.autograd.grad(half, v, weight[:, : heads // 2])
     (all_values,) = torch.autograd.grad(whole, v, weight)
@@ -232,6 +288,8 @@ PARTS = {
     "position_embedding": position_embedding,
     "angles": angles,
     "rotary": rotary,
+    "split_and_rotary": split_and_rotary,
+    "text_rotary": text_rotary,
     "patch_embedding": patch_embedding,
     "attention": attention,
     "shared_attention": shared_attention,

@@ -142,6 +142,31 @@ def test_a_frozen_tower_encodes_a_batch_once(frozen: Any, ran: int, checkpoint: 
     assert note["kept_after_the_batch"] == 0
 
 
+# What the core attention is given: Transformer Engine compares and converts these on the host, in every layer.
+
+
+def _lengths_seen(chunks: list[Any], provider: Any) -> list[tuple[Any, ...]]:
+    """Collects, for every attention of the tower, its longest runs and whether padding was left to be found out."""
+    calls: list[tuple[Any, ...]] = []
+    stand_in = type(chunks[0].module.vision_model.vision_work.narrow_attention)
+    inner = stand_in.forward
+
+    def spy(self: Any, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+        p = packed_seq_params
+        calls.append((type(p).__name__, type(p.max_seqlen_q), type(p.max_seqlen_kv), p.pad_between_seqs))
+        assert p.max_seqlen_q == int(p.cu_seqlens_q.diff().max())
+        assert p.max_seqlen_kv == int(p.cu_seqlens_kv.diff().max())
+        return inner(self, *args, packed_seq_params=p, **kwargs)
+
+    stand_in.forward = spy
+    return calls
+
+
+def test_attention_gets_host_numbers(checkpoint: Callable[[str], str]) -> None:
+    found = execute(run_of("qwen3_vl", cp=2, after_build=_lengths_seen), checkpoint("qwen3_vl"))
+    assert set(found.note) == {("PackedSeqParams", int, int, False)}
+
+
 # The hook itself.
 
 

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from vlm_cp import comm
 
+_NO_MASS = -1000.0  # log p of a column of probability 0, also in float64; finite, for 0 times -inf is NaN
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Query:
@@ -53,7 +55,7 @@ class Query:
         return min(max(size - comm.group_rank(self.tp_group) * width, 0), width)
 
     def chunks(self, width: int) -> list[slice]:
-        """The rows to compute together: with the entropy half as many, since it needs log p beside p. None without columns."""
+        """The rows to compute together: with the entropy half as many, as its backward needs log p beside p. None without columns."""
         size = max(1, self.chunk_size // 2) if self.entropy else self.chunk_size
         starts = range(0, len(self.targets), size) if self.columns(width) else ()
         return [slice(start, start + size) for start in starts]
@@ -64,11 +66,18 @@ class Query:
         columns = self.columns(width)
         return column.clamp(0, columns - 1), (column >= 0) & (column < columns)
 
-    def divided(self, x: Tensor, rows: slice) -> Tensor:
-        """x / temperature of these rows, in place."""
-        if isinstance(self.temperature, Tensor):
-            return x.div_(self.temperature[rows].to(x.dtype))
-        return x if self.temperature == 1 else x.div_(self.temperature)
+    def divisor(self, rows: slice, dtype: torch.dtype) -> float | Tensor:
+        """These rows' temperature."""
+        return self.temperature[rows].to(dtype) if isinstance(self.temperature, Tensor) else self.temperature
+
+    def place(self, x: Tensor, rows: slice, shift: Tensor, out: Tensor) -> Tensor:
+        """x / temperature + shift into `out`, of higher precision: one pass on a GPU, where operators cast as they read."""
+        divisor = self.divisor(rows, out.dtype)
+        if not x.is_cuda:
+            return out.copy_(x).div_(divisor).add_(shift)
+        if isinstance(divisor, Tensor):
+            return torch.addcdiv(shift, x, divisor, out=out)
+        return torch.add(shift, x, alpha=1 / divisor, out=out)
 
 
 def from_logits(logits: Tensor, query: Query, *, inplace_backward: bool = False) -> tuple[Tensor, Tensor]:
@@ -91,7 +100,8 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, query: Query, inplace: bool) -> tuple[Tensor, Tensor]:
         ctx.query, ctx.inplace = query, inplace
-        joined = _join(_fold(_cast(logits, query), logits.size(1), logits, query), query)
+        columns = query.columns(logits.size(1))
+        joined = _join(_fold(lambda rows: logits[rows, :columns], logits.size(1), logits, query), query)
         ctx.save_for_backward(logits, *joined.saved())
         ctx.set_materialize_grads(False)
         return joined.outputs(query.scored)
@@ -101,11 +111,11 @@ class _FromLogits(torch.autograd.Function):
         query: Query = ctx.query
         logits, *saved = ctx.saved_tensors
         width = logits.size(1)
-        columns, logits_of = query.columns(width), _cast(logits, query)
+        columns, scratch = query.columns(width), _scratch(logits, width, query, 2 if query.entropy else 1)
         # Detached, it keeps the version counter of the logits: who saved them for its own backward will notice.
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         for rows in query.chunks(width):
-            gradient[rows, :columns] = _gradient(logits_of(rows), rows, width, query, saved, grads)
+            _gradient(logits[rows, :columns], rows, width, query, saved, grads, scratch, gradient[rows, :columns])
         gradient[:, columns:] = 0
         return gradient, None, None
 
@@ -125,16 +135,17 @@ class _FromHidden(torch.autograd.Function):
         hidden, weight, *saved = ctx.saved_tensors
         width = weight.size(0)
         columns, logits_of = query.columns(width), _project(hidden, weight, query)
+        scratch = _scratch(hidden, width, query, 2 if query.entropy else 1)
         of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         # Chunks are many and their parts small: summed in float32.
         of_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if ctx.needs_input_grad[1] else None
         for rows in query.chunks(width):
-            x = _gradient(logits_of(rows), rows, width, query, saved, grads).to(hidden.dtype)
+            x = logits_of(rows)
+            _gradient(x, rows, width, query, saved, grads, scratch, x)
             if of_hidden is not None:
                 torch.mm(x, weight[:columns], out=of_hidden[rows])
             if of_weight is not None:
                 of_weight[:columns] += x.t() @ hidden[rows]
-            del x  # else the next chunk is made beside it
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None
 
 
@@ -142,16 +153,18 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _cast(logits: Tensor, query: Query) -> Callable[[slice], Tensor]:
-    """rows -> their real columns, in memory of their own."""
-    columns, dtype = query.columns(logits.size(1)), _sum_dtype(logits)
-    return lambda rows: logits[rows, :columns].to(dtype, copy=True)
+def _scratch(like: Tensor, width: int, query: Query, count: int) -> list[Tensor]:
+    """`count` chunks to compute in, each for all chunks in turn."""
+    most = max((len(query.targets[rows]) for rows in query.chunks(width)), default=0)
+    return [like.new_empty(most, query.columns(width), dtype=_sum_dtype(like)) for _ in range(count)]
 
 
 def _project(hidden: Tensor, weight: Tensor, query: Query) -> Callable[[slice], Tensor]:
-    """The same of hidden @ weight.T, rounded to its dtype as the output layer would."""
-    columns, dtype = query.columns(weight.size(0)), _sum_dtype(hidden)
-    return lambda rows: (hidden[rows] @ weight[:columns].t()).to(dtype)
+    """rows -> their real columns of hidden @ weight.T, in the same memory every time."""
+    columns = query.columns(weight.size(0))
+    most = max((len(hidden[rows]) for rows in query.chunks(weight.size(0))), default=0)
+    product = hidden.new_empty(most, columns)
+    return lambda rows: torch.mm(hidden[rows], weight[:columns].t(), out=product[: len(hidden[rows])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,27 +195,24 @@ def _fold(logits_of: Callable[[slice], Tensor], width: int, like: Tensor, query:
     largest, target, mass, weighted = like.new_zeros((4, len(query.targets), 1), dtype=dtype)
     for x in (largest, target):
         x.fill_(-torch.inf)
+    (scratch,) = _scratch(like, width, query, 1)
     for rows in query.chunks(width):
-        # A call, so that no chunk outlives it: the next one would be made beside it.
-        _fold_rows(logits_of(rows), rows, width, query, (largest[rows], target[rows], mass[rows], weighted[rows]))
+        out = (largest[rows], target[rows], mass[rows], weighted[rows])
+        _fold_rows(logits_of(rows), rows, width, query, scratch, out)
     return _Folded(largest, target, mass, weighted)
 
 
-def _fold_rows(x: Tensor, rows: slice, width: int, query: Query, out: Sequence[Tensor]) -> None:
-    """Fills `_Folded`'s rows from their logits `x`, which are overwritten."""
+def _fold_rows(x: Tensor, rows: slice, width: int, query: Query, scratch: Tensor, out: Sequence[Tensor]) -> None:
+    """Fills `_Folded`'s rows from their logits `x`."""
     largest, target, mass, weighted = out
-    query.divided(x, rows)
+    divisor = query.divisor(rows, scratch.dtype)
     column, own = query.own_targets(rows, width)
-    target.copy_(x.gather(1, column).masked_fill_(~own, -torch.inf))
-    torch.amax(x, 1, keepdim=True, out=largest)
-    x.sub_(_finite(largest))
-    if not query.entropy:
-        torch.sum(x.exp_(), 1, keepdim=True, out=mass)
-        return
-    p = x.exp()
+    target.copy_(x.gather(1, column)).div_(divisor).masked_fill_(~own, -torch.inf)
+    largest.copy_(x.amax(1, keepdim=True)).div_(divisor)
+    p = query.place(x, rows, -_finite(largest), scratch[: len(x)]).exp_()
     torch.sum(p, 1, keepdim=True, out=mass)
-    # 0 times -inf is NaN, 0 times the lowest number is 0.
-    torch.sum(p.mul_(x.clamp_(min=torch.finfo(x.dtype).min)), 1, keepdim=True, out=weighted)
+    if query.entropy:
+        torch.sum(p.xlogy_(p), 1, keepdim=True, out=weighted)
 
 
 def _join(own: _Folded, query: Query) -> _Folded:
@@ -218,22 +228,46 @@ def _join(own: _Folded, query: Query) -> _Folded:
 
 
 def _gradient(
-    x: Tensor, rows: slice, width: int, query: Query, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> Tensor:
-    """The gradient of the rows' logits `x`, written over them. saved: `_Folded.saved`. grads: of logprobs and entropies."""
+    x: Tensor,
+    rows: slice,
+    width: int,
+    query: Query,
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    scratch: Sequence[Tensor],
+    out: Tensor,
+) -> None:
+    """The gradient of the rows' logits `x` into `out`, which may be `x`. saved: `_Folded.saved`. grads: of logprobs and entropies."""
     log_sum, entropy, target = (s[rows] for s in saved)
-    of_logprob, of_entropy = (x.new_zeros(()) if g is None else g[rows, None].to(x.dtype) for g in grads)
+    dtype = scratch[0].dtype
+    of_logprob, of_entropy = (log_sum.new_zeros(()) if g is None else g[rows, None].to(dtype) for g in grads)
     of_logprob = of_logprob.where(target != -torch.inf, 0)
-    query.divided(x, rows).sub_(_finite(log_sum))
+    divisor = query.divisor(rows, dtype)
+    of_logprob, of_entropy = of_logprob / divisor, of_entropy / divisor
+    log_p = query.place(x, rows, -_finite(log_sum), scratch[0][: len(x)])
+    at_target = target - _finite(log_sum)
     if query.entropy:
-        p = x.clamp_(min=torch.finfo(x.dtype).min).exp()
-        # p first: the lowest number times a weight beyond 1 would be infinite.
-        x.add_(entropy).mul_(p).mul_(-of_entropy).addcmul_(p, of_logprob, value=-1)
+        constant = -(of_logprob + of_entropy * entropy)
+        p = torch.exp(log_p.clamp_(min=_NO_MASS), out=scratch[1][: len(x)])
+        _product(p, torch.addcmul(constant, log_p, -of_entropy, out=log_p), out)
+        at_target = at_target.clamp(min=_NO_MASS)
+        own_value = of_logprob + at_target.exp() * (constant - of_entropy * at_target)
     else:
-        x.exp_().mul_(-of_logprob)
+        _product(log_p.exp_(), -of_logprob, out)
+        own_value = of_logprob * (1 - at_target.exp())
+    # The target's own entry from the numbers of its row, before they were rounded to the dtype of `out`.
     column, own = query.own_targets(rows, width)
-    x.scatter_add_(1, column, of_logprob * own)
-    return query.divided(x, rows).masked_fill_(~query.scored[rows, None], 0)
+    row = torch.arange(len(x), device=x.device)[:, None]
+    out.index_put_((row, column), own_value.to(out.dtype).where(own, out.gather(1, column)))
+    out.masked_fill_(~query.scored[rows, None], 0)
+
+
+def _product(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """x y into `out`, of lower precision; `x` may be overwritten. One pass on a GPU, where operators cast as they write."""
+    if x.is_cuda:
+        torch.mul(x, y, out=out)
+    else:
+        out.copy_(x.mul_(y))
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlm_cp import comm
 from vlm_cp.cut_attention import cut_attention
+from vlm_cp.engines.rotary import UnsplitSelfAttention, mix_in, split_and_rotated
 from vlm_cp.spec import VLMSpec
 from vlm_cp.tower import PositionTables, rotary_angles
 from vlm_cp.vision import MIN_PATCHES, assign_vision
@@ -37,7 +38,8 @@ class TowerOptions:
     """What is changed in a tower.
 
     share: deal the work over the CP ranks, from min_patches patches in a batch (`vlm_cp.vision.assign_vision`).
-    fuse: Transformer Engine's rotary kernel where it is installed, and Megatron's fused bias + GELU and bias + residual.
+    fuse: projections are split and rotated by one kernel of Transformer Engine (`vlm_cp.engines.rotary`), and Megatron's
+    fused bias + GELU and bias + residual are on.
     """
 
     share: bool = True
@@ -159,7 +161,7 @@ class HostGridTower:
         hidden = F.linear(local, projection.weight.flatten(1), projection.bias)
         hidden = hidden + work.tables.embeddings(self.pos_embed.weight, layout)
         angles = rotary_angles(self.rotary_pos_emb(max(map(max, layout.sizes))), layout)[:, None, None]
-        fused = work.options.fuse and rope_utils.fused_apply_rotary_pos_emb is not None and hidden.is_cuda
+        fused = work.options.fuse
         params = VisionSeqParams(layout=layout, work=work, angles=angles if fused else None)
         hidden, levels = self.decoder(
             hidden_states=hidden[:, None],
@@ -185,13 +187,13 @@ class FrameAttention:
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """query, key, value [n, H, D] of the local stream -> [n, H * D]."""
+        """query, key, value [n, H, D] of the local stream -> [n, H * D]; with angles to rotate by, query is all three, [n, H, 3 D]."""
         stock = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         params = packed_seq_params
         if not isinstance(params, VisionSeqParams):
             return stock(query, key, value, attention_mask, *args, packed_seq_params=params, **kwargs)
         if params.angles is not None:
-            query, key = (_rotated(x, params.angles) for x in (query, key))
+            query, key, value = split_and_rotated(query, params.angles)
         layout, narrow = params.layout, params.work.narrow_attention
 
         def frames(q: Tensor, k: Tensor, v: Tensor, runs: Runs, attend: Any = stock) -> Tensor:
@@ -202,12 +204,6 @@ class FrameAttention:
             return frames(q, k, v, runs, narrow if layout.assignment.exchange == "heads" else stock)
 
         return cut_attention(query, key, value, layout, params.work.group, own=frames, shared=shared).flatten(1)
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """x [n, H, D] rotated by angles [n, 1, 1, D], in float32 inside the kernel, whatever x's strides are."""
-    rotate: Any = rope_utils.fused_apply_rotary_pos_emb
-    return rotate(x[:, None], angles)[:, 0]
 
 
 def prepare_tower(model: Any, options: TowerOptions, cache: FeatureCache) -> bool:
@@ -229,13 +225,24 @@ def prepare_tower(model: Any, options: TowerOptions, cache: FeatureCache) -> boo
         narrow_attention=_narrow(attentions[0], config, comm.group_size(group), tower) if divides else None,
     )
     if options.fuse:
+        _check_unnormed(tower)
         config.bias_activation_fusion = config.bias_dropout_fusion = True
         for layer in tower.decoder.layers:
             layer.mlp.activation_func = F.gelu  # by which Megatron picks its fused kernel; that one is the tanh form
+            mix_in(layer.self_attention, UnsplitSelfAttention)
     for attention in attentions:
-        _mix_in(attention, FrameAttention)
-    _mix_in(tower, HostGridTower)
+        mix_in(attention, FrameAttention)
+    mix_in(tower, HostGridTower)
     return True
+
+
+def _check_unnormed(tower: Any) -> None:
+    norms = {type(layer.self_attention.q_layernorm) for layer in tower.decoder.layers} - {type(None), IdentityOp}
+    if norms:
+        raise ValueError(
+            f"a tower with fuse=True must not normalise queries and keys, got {norms.pop().__name__}; "
+            "they would be rotated without it"
+        )
 
 
 def _narrow(attention: Any, config: Any, size: int, tower: Any) -> Any:
@@ -249,8 +256,3 @@ def _narrow(attention: Any, config: Any, size: int, tower: Any) -> Any:
         attention_type="self",
         pg_collection=tower.pg_collection,
     )
-
-
-def _mix_in(module: Any, mixin: type) -> None:
-    base = type(module)
-    module.__class__ = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
