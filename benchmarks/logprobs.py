@@ -303,7 +303,7 @@ def main(arguments: list[str]) -> int:
     parallel_state.initialize_model_parallel()  # verl's function asks Megatron for the group
     small = device.type == "cpu"
     vocab, width = (512, 32) if small else (151936, 2048)
-    file = ResultsFile("logprobs", args.json, keys=KEYS["logprobs"])
+    file = ResultsFile("logprobs", args.json, keys=KEYS["logprobs"], more_versions=args.peer_versions)
     for tokens in map(int, (args.tokens or ("96" if small else "8192,16384")).split(",")):
         problem = Problem.make(tokens, vocab, width, device)
         for part in args.parts.split(","):

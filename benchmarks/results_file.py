@@ -147,7 +147,7 @@ KEYS = {
     "vision": ("case", "arm", "tokens", "recompute"),
     "mrope": ("tokens", "media", "device", "arm"),
     "pack": ("samples", "width", "part", "device", "arm"),
-    "logprobs": ("tokens", "vocab", "part", "arm"),
+    "logprobs": ("tokens", "vocab", "part", "device", "arm"),
     "longest": ("case", "arm"),
     "exchange": ("samples", "tokens", "arm"),
 }
