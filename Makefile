@@ -3,10 +3,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTHON ?=
+GPU_PYTHON ?= python3
 FAMILIES := qwen2_5_vl qwen3_5
 
 .DEFAULT_GOAL := help
-.PHONY: help parity test check gpu bench clean
+.PHONY: help parity test check gpu bench examples clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -18,8 +19,8 @@ parity: $(VENV)/.run ## the main job on the CPU: CP=1 against CP=2, 3 and 4 on r
 	for family in $(FAMILIES); do $(BIN)/vlm-cp parity --family $$family --cp 2 || exit 1; done
 	@echo "open parity.html to see which rank owned what"
 
-test: $(VENV)/.test ## all tests that need no GPU
-	$(BIN)/python -m pytest -q --durations 10
+test: $(VENV)/.test ## all tests that need no GPU, two at a time
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations 10
 
 check: $(VENV)/.check ## format, lint, types and import arrows
 	$(BIN)/ruff format --check .
@@ -27,11 +28,16 @@ check: $(VENV)/.check ## format, lint, types and import arrows
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
-gpu: $(VENV)/.test ## tests on 2 GPUs (needs Transformer Engine); writes benchmarks/results
-	$(BIN)/python -m pytest -q tests/gpu
+gpu: ## parity rows and tests on 2 GPUs; GPU_PYTHON must have Transformer Engine (vlm-cp doctor --engine bridge)
+	$(GPU_PYTHON) tests/gpu/run.py
+	PYTHONPATH=.:hooks:tests $(GPU_PYTHON) -m pytest -q tests/gpu --ignore tests/gpu/test_parity.py
 
-bench: $(VENV)/.test ## benchmarks; writes benchmarks/results
-	$(BIN)/python -m benchmarks.mrope
+bench: $(VENV)/.test ## what can be measured without a GPU; writes benchmarks/results
+	$(BIN)/python -m benchmarks.parity
+	$(BIN)/python -m benchmarks.floor
+
+examples: $(VENV)/.test ## the small trainer, CP=1 and CP=2 (20 minutes on two cores)
+	$(BIN)/python examples/train_sft.py --out examples/results
 
 clean: ## remove the environment and what was written
 	rm -rf $(VENV) build dist parity.html parity.json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -18,18 +19,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def hardware() -> str:
-    """ "cpu2" for two CPU threads in reach, "h200x2" for two such devices."""
+    """ "2xcpu" for two CPUs that this process may use, "2xh200" for two such devices, as tests/gpu/run.py calls them."""
     count = torch.cuda.device_count()
     if not count:
-        return f"cpu{len_affinity()}"
-    return f"{torch.cuda.get_device_name(0).removeprefix('NVIDIA ').lower().replace(' ', '-')}x{count}"
-
-
-def len_affinity() -> int:
-    """CPUs that this process may use."""
-    import os
-
-    return len(os.sched_getaffinity(0))
+        return f"{len(os.sched_getaffinity(0))}xcpu"
+    return f"{count}x{torch.cuda.get_device_name(0).removeprefix('NVIDIA ').lower().replace(' ', '-')}"
 
 
 def write_results(kind: str, rows: Sequence[dict[str, Any]], path: Path | None = None) -> Path:

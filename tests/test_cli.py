@@ -43,7 +43,20 @@ def test_a_saved_checkpoint_with_its_processor(tmp_path, capsys):
             ["parity", "--model", "Qwen/Qwen3-VL-2B-Instruct"],
             "model must be a folder with a config.json, got Qwen/Qwen3-VL-2B-Instruct; a hub's name is not looked up",
         ),
-        (["parity", "--cp", "0"], "--cp must be at least 1, got 0; there would be no rank to run on"),
+        (["parity", "--cp", "0"], "--cp and --tp must be at least 1, got 0 and 1; there would be no rank to run on"),
+        (["parity", "--tp", "2"], "--tp must be 1 for the hf engine, got 2; transformers' layers are not split"),
+        (
+            ["parity", "--engine", "bridge"],
+            "--device must be cuda for the bridge engine, got cpu; its layers are Transformer Engine's",
+        ),
+        (
+            ["parity", "--engine", "bridge", "--device", "cuda"],
+            "--dtype must be bfloat16 for the bridge engine, got float32; Transformer Engine has no other attention",
+        ),
+        (
+            ["parity", "--engine", "bridge", "--device", "cuda", "--dtype", "bfloat16", "--cp", "2", "--tp", "2"],
+            "--device cuda must find 4 devices, got 0; ranks would share one",
+        ),
         (
             ["parity", "--family", "qwen3_vl", "--cp", "3", "--attention", "all_to_all"],
             "attention heads must be divisible by cp_size 3 for all_to_all, got 4 query and 2 key/value heads",

@@ -84,7 +84,6 @@ def test_the_committed_run_learned_the_task_with_equal_curves(path: Path) -> Non
 
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     import curves
     from PIL import Image
 

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "vlm_cp"
 ORDER = (
     "alignment spec comm launch plan media batch cost packing mrope vision vision_layout cut_attention tower attention "
     "vocab_parallel logprobs values loss_contract losses metrics chat collate families engines demo subject trace parity "
-    "report budget doctor cli"
+    "bridge_parity report budget doctor cli"
 ).split()
 
 

@@ -129,20 +129,22 @@ CONTRACTS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "flag-left-on": (
         {"calculate_per_token_loss": True},
         emit_default,
-        "calculate_per_token_loss must be False for an emitter of (loss, metrics), got True in config; gradients would be scaled by "
-        "another factor than dp * cp. Either register keep_default_loss_scaling, or emit (loss, num_tokens, metrics)",
+        'calculate_per_token_loss of the config of Qwen3VLModel must be False for the emitter "default", got True; '
+        "gradients would be scaled by data- and context-parallel size, or auxiliary losses by the number of tokens"
+        "; register vlm_cp_hooks.keep_default_loss_scaling before the model is built",
     ),
     "flag-left-on-in-a-router": (
         {"router": True},
         emit_default,
-        "calculate_per_token_loss must be False for an emitter of (loss, metrics), got True in router; gradients would be scaled by "
-        "another factor than dp * cp. Either register keep_default_loss_scaling, or emit (loss, num_tokens, metrics)",
+        'calculate_per_token_loss of router must be False for the emitter "default", got True; '
+        "gradients would be scaled by data- and context-parallel size, or auxiliary losses by the number of tokens"
+        "; register vlm_cp_hooks.keep_default_loss_scaling before the model is built",
     ),
     "flag-off-for-per-token": (
         {},
         emit_per_token,
-        "calculate_per_token_loss must be True for an emitter of (loss, num_tokens, metrics), got False in config; gradients would be "
-        "scaled by another factor than dp * cp. Either switch the flag on, or emit (loss, metrics)",
+        'calculate_per_token_loss of the config of Qwen3VLModel must be True for the emitter "per_token", got False; '
+        "gradients would be scaled by data- and context-parallel size, or auxiliary losses by the number of tokens",
     ),
     "an-emitter-for-another-framework": (
         {},

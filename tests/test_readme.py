@@ -36,22 +36,50 @@ def test_the_example_runs_and_its_ranks_agree():
     assert [len(x) for x in first] == [98, 31, 117, 139, 175, 172]
 
 
-@pytest.mark.parametrize("file", re.findall(r"\((benchmarks/results/[^)]+\.json)\)", README))
-def test_cited_results_exist_and_passed(file):
-    result = json.loads((ROOT / file).read_text())
-    assert result["versions"]["torch"] == "2.11.0"
-    assert result["command"]
-    assert all(row.get("passed", True) for row in result["rows"])
+RESULTS = {
+    file: json.loads((ROOT / file).read_text())
+    for file in sorted(set(re.findall(r"\((benchmarks/results/[^)]+\.json)\)", README)))
+}
+
+
+@pytest.mark.parametrize("file", RESULTS)
+def test_cited_results_say_how_they_were_made(file):
+    assert RESULTS[file]["versions"]["torch"].startswith("2.11.0")
+    assert RESULTS[file]["command"]
 
 
 def test_the_support_table_says_what_the_cpu_result_shows():
-    rows = json.loads((ROOT / "benchmarks/results/parity_cpu2_2026-11-30.json").read_text())["rows"]
+    rows = RESULTS["benchmarks/results/parity-hf_2xcpu_2026-11-30.json"]["rows"]
+    assert all(row["passed"] for row in rows)
     assert {(r["family"], r["cp"], r["attention"]) for r in rows} == {
         (family, cp, method)
         for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
         for cp in (2, 3, 4)
         for method in ("all_gather", "all_to_all")
     }
+
+
+CLAIMS = [
+    *[("qwen3_vl", name) for name in ("index", "cp2", "cp2-all_gather", "cp2-a2a", "cp2-sharded", "cp2-recompute")],
+    *[("qwen3_vl", name) for name in ("tp2", "tp2 against cp2", "pp2", "pp2-fixed", "hf", "hf-cp2")],
+    ("qwen3_vl_moe", "cp2"),
+    ("qwen3", "cp2"),
+    ("qwen3_vl_2b", "cp2"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), CLAIMS, ids="/".join)
+def test_the_support_table_says_what_the_gpu_result_shows(family, layout):
+    rows = RESULTS["benchmarks/results/parity_2xh200_2026-11-30.json"]["rows"]
+    found = [row for row in rows if (row["family"], row["layout"]) == (family, layout)]
+    assert found
+    assert all(row["passed"] for row in found)
+
+
+def test_bit_equal_log_probabilities_are_claimed_where_they_were_seen():
+    rows = RESULTS["benchmarks/results/parity_2xh200_2026-11-30.json"]["rows"]
+    for layout in ("cp2-a2a", "cp2-all_gather"):
+        assert [row["logprob_max_abs"] for row in rows if row["layout"] == layout] == [0.0]
 
 
 def test_links_lead_somewhere():

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -16,8 +16,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vlm_cp import budget, doctor
 from vlm_cp.attention import AttentionMethod
+from vlm_cp.bridge_parity import bridge_subject, run_bridge_parity
 from vlm_cp.families import FAMILIES
-from vlm_cp.parity import run_parity
+from vlm_cp.parity import ParityReport, run_parity
 from vlm_cp.report import print_report, write_html, write_json
 from vlm_cp.subject import Subject
 
@@ -56,8 +57,11 @@ def _add_parity(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a saved checkpoint with its processor, in place of --family's small random model",
     )
-    parser.add_argument("--engine", choices=["hf"], default="hf", help="what runs CP=n (default: %(default)s)")
+    parser.add_argument(
+        "--engine", choices=["hf", "bridge"], default="hf", help="what runs CP=n (default: %(default)s)"
+    )
     parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks (default: %(default)s)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, bridge only (default: %(default)s)")
     parser.add_argument(
         "--attention",
         choices=get_args(AttentionMethod),
@@ -78,29 +82,13 @@ def _add_parity(parser: argparse.ArgumentParser) -> None:
 def _parity(options: argparse.Namespace, command: str) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs a model hub, and waiting for one takes a minute
     torch.set_num_threads(1)  # before any operation, since ranks are forked
-    if options.cp < 1:
-        raise ValueError(f"--cp must be at least 1, got {options.cp}; there would be no rank to run on")
-    if options.device == "cuda" and torch.cuda.device_count() < options.cp:
-        raise ValueError(
-            f"--device cuda must find {options.cp} devices, got {torch.cuda.device_count()}; ranks would share one"
-        )
+    _check_parity(options)
     console = Console()
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
     ) as bar:
         task = bar.add_task("building the model and the samples", total=None)
-        dtype = _DTYPES[options.dtype]
-        if options.model:
-            subject = Subject.from_pretrained(options.model, dtype=dtype)
-        else:
-            subject = Subject.demo(options.family, dtype=dtype, seed=options.seed)
-        report = run_parity(
-            subject,
-            cp=options.cp,
-            attention=options.attention,
-            device=options.device,
-            progress=lambda step: bar.update(task, description=step),
-        )
+        report = _run(options, lambda step: bar.update(task, description=step))
     print_report(report, console)
     if options.json:
         write_json(report, options.json, command)
@@ -109,3 +97,35 @@ def _parity(options: argparse.Namespace, command: str) -> int:
         write_html(report, options.html, command)
         console.print(f"wrote {options.html}")
     return 0 if report.passed else 1
+
+
+def _check_parity(options: argparse.Namespace) -> None:
+    ranks = options.cp * options.tp
+    if options.cp < 1 or options.tp < 1:
+        raise ValueError(
+            f"--cp and --tp must be at least 1, got {options.cp} and {options.tp}; there would be no rank to run on"
+        )
+    if options.engine == "hf" and options.tp > 1:
+        raise ValueError(f"--tp must be 1 for the hf engine, got {options.tp}; transformers' layers are not split")
+    if options.engine == "bridge" and options.device == "cpu":
+        raise ValueError("--device must be cuda for the bridge engine, got cpu; its layers are Transformer Engine's")
+    if options.engine == "bridge" and options.dtype != "bfloat16":
+        raise ValueError(
+            f"--dtype must be bfloat16 for the bridge engine, got {options.dtype}; "
+            "Transformer Engine has no other attention for packed samples under CP"
+        )
+    if options.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ValueError(
+            f"--device cuda must find {ranks} devices, got {torch.cuda.device_count()}; ranks would share one"
+        )
+
+
+def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> ParityReport:
+    dtype, bridge = _DTYPES[options.dtype], options.engine == "bridge"
+    if options.model:
+        subject = Subject.from_pretrained(options.model, dtype=dtype)
+    else:
+        subject = (bridge_subject if bridge else Subject.demo)(options.family, dtype=dtype, seed=options.seed)
+    if bridge:
+        return run_bridge_parity(subject, cp=options.cp, tp=options.tp, progress=progress)
+    return run_parity(subject, cp=options.cp, attention=options.attention, device=options.device, progress=progress)

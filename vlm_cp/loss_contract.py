@@ -23,13 +23,15 @@ def check_loss_contract(model_chunks: Any, emitter: Emitter) -> None:
         list(model_chunks) if isinstance(model_chunks, list | tuple | nn.ModuleList) else [model_chunks]
     )
     modules = [(name or type(m).__name__, m) for chunk in chunks for name, m in chunk.named_modules()]
+    roots = {id(getattr(chunk, "config", None)) for chunk in chunks}
     configs: dict[int, Any] = {}
     for name, module in modules:
         _check_flag(module, name, emitter)
         config = getattr(module, "config", None)
         if hasattr(config, "calculate_per_token_loss") and id(config) not in configs:
             configs[id(config)] = config
-            _check_flag(config, f"the config of {name}", emitter)
+            if id(config) in roots:  # what the schedule and DDP read; a vision tower's own config stays as it is
+                _check_flag(config, f"the config of {name}", emitter)
             _check_auxiliary_losses(config, emitter)
     if not configs:
         raise ValueError(

@@ -103,7 +103,7 @@ class ParityReport:
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers and strings, under the fixed keys of design section 2 and a few more."""
-        plan = self.subject.batch(self.cp).plan
+        plan = self.subject.batch(self.cp, self.tp).plan
         return {
             "family": self.subject.family,
             "engine": self.engine,

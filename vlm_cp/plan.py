@@ -298,7 +298,8 @@ class SequencePlan:
         counts = mask.sum(1)
         if self.device.type != "cpu":
             row_ends = counts.cumsum(0)
-            fits = torch.isin(row_ends, self.cu_seqlens.long()).all() & (row_ends[-1] == self.cu_seqlens[-1])
+            ends = (row_ends[:, None] == self.cu_seqlens).any(1)  # torch.isin would ask the device for sizes
+            fits = ends.all() & (row_ends[-1] == self.cu_seqlens[-1])
             torch._assert_async(fits, "attention_mask must mark exactly the plan's tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return mask
         found = counts.tolist()

@@ -83,7 +83,7 @@ def write_html(report: ParityReport, path: Path, command: str) -> None:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("vlm_cp", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    batch = report.subject.batch(report.cp)
+    batch = report.subject.batch(report.cp, report.tp)
     page = environment.get_template("report.html.j2").render(
         report=report,
         row=report.summary(),

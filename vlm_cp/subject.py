@@ -43,10 +43,18 @@ class Subject:
     tokenizer: Any = field(repr=False)
 
     @classmethod
-    def demo(cls, family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **text_overrides: Any) -> Subject:
-        """The shipped conversations on a small random model of `family`; `text_overrides` change its text config."""
+    def demo(
+        cls,
+        family: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        vision: Mapping[str, Any] | None = None,
+        **text_overrides: Any,
+    ) -> Subject:
+        """The shipped conversations on a small random model of `family`; vision and `text_overrides` change its configs."""
         processor = build_processor(family)
-        model = tiny_model(family, processor.tokenizer, dtype=dtype, seed=seed, **text_overrides)
+        model = tiny_model(family, processor.tokenizer, dtype=dtype, seed=seed, vision=vision, **text_overrides)
         samples = [encode(processor, conversation) for conversation in demo_conversations()]
         spec = VLMSpec.from_hf_config(model.config)
         return cls(family=family, model=model, spec=spec, samples=samples, tokenizer=processor.tokenizer)
@@ -71,10 +79,10 @@ class Subject:
         """How many tokens are scored, over all samples; at least 1, to divide by."""
         return max(1, sum(sample.inputs["input_ids"].numel() - 1 for sample in self.samples))
 
-    def batch(self, cp_size: int) -> PackedBatch:
-        """All samples in one packed stream."""
+    def batch(self, cp_size: int, tp_size: int = 1) -> PackedBatch:
+        """All samples in one packed stream, padded for CP and, above one TP rank, sequence parallelism."""
         inputs = [sample.inputs for sample in self.samples]
-        alignment = Alignment(cp_size=cp_size)
+        alignment = Alignment(cp_size=cp_size, tp_size=tp_size, sequence_parallel=tp_size > 1)
         return pack_samples(inputs, alignment=alignment, spec=self.spec, pad_token_id=self.pad_token_id)
 
 

@@ -23,7 +23,17 @@ from vlm_cp.launch import run_ranks
 from vlm_cp.subject import Candidate, Numerics, Subject
 
 Cause = Literal[
-    "vision", "partition", "positions", "media_rows", "deepstack", "attention", "state", "module", "labels", "gradients"
+    "vision",
+    "partition",
+    "positions",
+    "media_rows",
+    "deepstack",
+    "attention",
+    "state",
+    "module",
+    "labels",
+    "gradients",
+    "engine",
 ]
 
 _LIKELY: dict[Cause, str] = {
@@ -36,6 +46,7 @@ _LIKELY: dict[Cause, str] = {
     "state": "a layer's state runs over another order or passes from sample to sample: it needs whole samples in natural order",
     "module": "this module's own arithmetic differs",
     "labels": "logits agree and log-probabilities do not: targets were rolled inside the shard or across samples",
+    "engine": "this engine is not traced; the same weights through --engine hf tell a wrong cut from a wrong model",
     "gradients": "the forward agrees and gradients do not: an exchange's backward sums or slices wrongly, or a gradient sum is missing",
 }
 
@@ -95,6 +106,14 @@ def first_divergence(
     worst = float(deltas.max())
     cause: Cause = "gradients" if worst <= logprob_bound else "labels"
     return _divergence("log-probabilities", cause, deltas > logprob_bound, worst, batch)
+
+
+def unlocated_divergence(deltas: Sequence[Tensor], bound: float, batch: PackedBatch) -> Divergence:
+    """Which tokens differ, for an engine that is not traced module by module. deltas: B tensors [L_i], found minus expected."""
+    joined = torch.cat(list(deltas)).abs()
+    differs = ~(joined <= bound)
+    cause: Cause = "engine" if bool(differs.any()) else "gradients"
+    return _divergence("log-probabilities", cause, differs, float(joined.max()), batch)
 
 
 def _first_difference(

@@ -45,7 +45,7 @@ VLM: dict[str, Layout] = {
         cp=2, provider={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     ),
 }
-_SMALL = {name: VLM[name] for name in ("cp1", "floor-kernel", "cp2")}
+_SMALL = {name: VLM[name] for name in ("cp1", "floor-kernel", "cp2", "cp2-a2a")}
 
 
 def _only(case: str, layouts: Mapping[str, Layout], **changes: Any) -> dict[str, Layout]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import layouts
 import models
 import torch
 import torch.distributed as dist
@@ -17,13 +16,12 @@ from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from vlm_cp_hooks import keep_deepstack_gradients, keep_default_loss_scaling, register
 
 from vlm_cp.alignment import Alignment
 from vlm_cp.batch import PackedBatch
-from vlm_cp.engines.core_attention import CoreAttention
+from vlm_cp.engines.core_attention import use_torch_attention
 from vlm_cp.engines.megatron import MegatronEngine
 from vlm_cp.logprobs import next_token_logprobs
 from vlm_cp.spec import VLMSpec
@@ -212,24 +210,6 @@ class Model:
             torch.cuda.empty_cache()
 
 
-def use_torch_attention(chunks: list[Any]) -> list[Any]:
-    """A pre-wrap hook: vlm_cp's attention in every text layer, in the place of Transformer Engine's."""
-    for chunk in chunks:
-        text = getattr(chunk, "language_model", chunk)
-        for layer in text.decoder.layers:
-            if hasattr(layer.self_attention, "core_attention"):
-                layer.self_attention.core_attention = CoreAttention(
-                    config=layer.config,
-                    layer_number=layer.layer_number,
-                    attn_mask_type=AttnMaskType.causal,
-                    attention_type="self",
-                    cp_comm_type=layer.config.cp_comm_type,
-                    softmax_scale=layer.config.softmax_scale,
-                    pg_collection=chunk.pg_collection,
-                )
-    return chunks
-
-
 def text_spec() -> VLMSpec:
     """Any VLM's spec will do to pack text: its media ids do not occur."""
     config_class, _, text, vision = models.FAMILIES["qwen3_vl"]
@@ -238,4 +218,4 @@ def text_spec() -> VLMSpec:
     )
 
 
-__all__ = ["Model", "Outcome", "layouts", "use_torch_attention"]
+__all__ = ["Model", "Outcome"]

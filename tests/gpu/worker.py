@@ -37,10 +37,8 @@ def main() -> None:
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timedelta(seconds=90), device_id=device)
     else:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=90))
         from bridge_on_cpu import use_cpu
 
         use_cpu()
@@ -49,7 +47,6 @@ def main() -> None:
     from rows import Bench
 
     bench = Bench(args.work, device)
-    dist.barrier()
     for item in args.items:
         if time.time() > args.deadline:
             break
@@ -57,6 +54,12 @@ def main() -> None:
         limit = layouts.LIMITS.get(family, layouts.DEFAULT_LIMIT)
         faulthandler.dump_traceback_later(limit, exit=True)
         begin = time.time()
+        # A world for each item: NCCL keeps the communicators of every layout that was built, gigabytes each, until it ends.
+        store = args.work / f"store.{os.environ['MASTER_PORT']}.{item.replace('/', '.')}"
+        backend = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+        dist.init_process_group(
+            **backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=90)
+        )
         if rank == 0:
             (args.work / "current").write_text(item)
         rows: list[dict[str, Any]] = bench.run(family, layout)
@@ -67,6 +70,7 @@ def main() -> None:
                 for row in rows:
                     file.write(json.dumps({"item": item, "seconds": seconds, **row}) + "\n")
             (args.work / "current").unlink()
+        dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     os._exit(0)  # process groups of destroyed layouts may wait for each other in their destructors

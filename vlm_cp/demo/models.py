@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,9 +75,11 @@ _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, **text_overrides: Any) -> Any:
-    """A transformers config of `family` for this tokenizer; `text_overrides` replace entries of its text config."""
-    text, vision = _SIZES[family]
+def tiny_config(
+    family: str, tokenizer: PreTrainedTokenizerFast, *, vision: Mapping[str, Any] | None = None, **text_overrides: Any
+) -> Any:
+    """A transformers config of `family` for this tokenizer; vision and `text_overrides` replace entries of its two halves."""
+    text, tower = _SIZES[family]
     ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for name, token in (
@@ -97,7 +100,7 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, **text_override
     own = {"out_hidden_size": text_config["hidden_size"], "initializer_range": INITIALIZER_RANGE}
     return _MODELS[family][0](
         text_config=text_config,
-        vision_config={**_VISION, **vision, **own},
+        vision_config={**_VISION, **tower, **own, **(vision or {})},
         tie_word_embeddings=False,
         **ids,
     )
@@ -109,10 +112,11 @@ def tiny_model(
     *,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    vision: Mapping[str, Any] | None = None,
     **text_overrides: Any,
 ) -> Any:
     """A model with the same random weights on every call and rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = tiny_config(family, tokenizer, **text_overrides)
+        config = tiny_config(family, tokenizer, vision=vision, **text_overrides)
         return _MODELS[family][1]._from_config(config, dtype=dtype, attn_implementation="sdpa")

@@ -91,3 +91,21 @@ class CoreAttention(MegatronModule):
 def _refuse_unless(ok: bool, name: str, rule: str, value: object) -> None:
     if not ok:
         raise ValueError(f"{name} must {rule} for CoreAttention, got {value}; the layer would compute something else")
+
+
+def use_torch_attention(chunks: list[Any]) -> list[Any]:
+    """A pre-wrap hook: `CoreAttention` in every text layer that has full attention, in Transformer Engine's place."""
+    for chunk in chunks:
+        text = getattr(chunk, "language_model", chunk)
+        for layer in text.decoder.layers:
+            if hasattr(layer.self_attention, "core_attention"):
+                layer.self_attention.core_attention = CoreAttention(
+                    config=layer.config,
+                    layer_number=layer.layer_number,
+                    attn_mask_type=AttnMaskType.causal,
+                    attention_type="self",
+                    cp_comm_type=layer.config.cp_comm_type,
+                    softmax_scale=layer.config.softmax_scale,
+                    pg_collection=chunk.pg_collection,
+                )
+    return chunks

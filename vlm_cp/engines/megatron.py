@@ -23,7 +23,6 @@ from vlm_cp.engines.bridge_tower import HostGridTower
 from vlm_cp.engines.packed_params import PlannedSeqParams, packed_seq_params
 from vlm_cp.engines.preflight import (
     Emitter,
-    check_flags,
     check_gradients,
     check_model,
     check_plan,
@@ -33,6 +32,7 @@ from vlm_cp.engines.preflight import (
     unwrap,
 )
 from vlm_cp.families.capability import Layout
+from vlm_cp.loss_contract import check_loss_contract
 from vlm_cp.spec import VLMSpec
 
 # The model's output on the last stage -> this rank's share of the loss (a `TokenLoss`); the batch is the full stream's.
@@ -113,7 +113,7 @@ class MegatronEngine:
         """
         if emitter is not None:
             device = next(self.model.chunks[0].parameters()).device
-            check_flags(self.model, emitter_kind(emitter, device))
+            check_loss_contract(self.chunks, emitter_kind(emitter, device))
             check_gradients(self.model)
         return ForwardStep(self, emitter, loss_fn, with_labels)
 

@@ -21,7 +21,6 @@ from vlm_cp.families.capability import Capability, Layout, capability_of
 Emitter = Callable[[Any], tuple[Any, ...]]
 EmitterKind = Literal["default", "per_token", "per_token_routed"]
 
-_FLAG = "calculate_per_token_loss"
 PACKAGES = {"min_bridge": "megatron-bridge", "min_core": "megatron-core"}
 
 
@@ -141,24 +140,6 @@ def emitter_kind(emitter: Emitter, device: torch.device) -> EmitterKind:
     if len(out) == 2:
         return "default"
     return "per_token_routed" if int(out[1]) else "per_token"
-
-
-def check_flags(model: BridgeModel, kind: EmitterKind) -> None:
-    """Refuses a model whose `calculate_per_token_loss` is not the emitter's: in the config or in a module's copy (MoE routers)."""
-    per_token = kind != "default"
-    holders = [("config", model.config)]
-    holders += [(name, m) for chunk in model.chunks for name, m in chunk.named_modules() if _FLAG in vars(m)]
-    wrong = next((name for name, holder in holders if bool(getattr(holder, _FLAG)) != per_token), None)
-    if wrong is not None:
-        form, hint = (
-            ("(loss, num_tokens, metrics)", "switch the flag on, or emit (loss, metrics)")
-            if per_token
-            else ("(loss, metrics)", "register keep_default_loss_scaling, or emit (loss, num_tokens, metrics)")
-        )
-        raise ValueError(
-            f"{_FLAG} must be {per_token} for an emitter of {form}, got {not per_token} in {wrong}; gradients would be "
-            f"scaled by another factor than dp * cp. Either {hint}"
-        )
 
 
 def check_gradients(model: BridgeModel) -> None:
