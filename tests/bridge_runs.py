@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +80,9 @@ class Run:
     total_tokens: int | None = None
     with_labels: bool | None = None  # let the model compute the loss; None: where tp splits the vocabulary
     micro_batches: Sequence[Sequence[int]] = ((0, 1, 2), (3, 4), (5, 1))  # indices of demo_conversations()
+    step_before: Sequence[Sequence[int]] = ()  # micro-batches of an earlier step; its gradients are dropped
+    calls: Sequence[int] = ()  # micro-batches of each schedule call; only the last one finalizes. One call without it
+    no_sync: bool = True  # False: leave `no_sync_func` unset where reduction is overlapped
     after_build: Callable[[list[Any], Any], Any] | None = None  # (chunks, provider) -> note
     checked: bool = True  # False: go round the engine's check of the emitter, to see what it prevents
 
@@ -257,7 +261,10 @@ def build(run: Run, path: str) -> tuple[Any, Any, list[Any]]:
     provider = configure(run, bridge)
     register(provider, *run.hooks)
     ddp = DistributedDataParallelConfig(**run.ddp)
-    return bridge, provider, provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True)
+    chunks = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True)
+    if ddp.overlap_grad_reduce and run.no_sync:  # as Megatron's training loops do
+        provider.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
+    return bridge, provider, chunks
 
 
 def step(rank: int, run: Run, path: str) -> dict[str, Any]:
@@ -270,7 +277,10 @@ def step(rank: int, run: Run, path: str) -> dict[str, Any]:
         chunks, spec=None if run.family == "qwen3" else VLMSpec.from_bridge(provider), layout=run.layout
     )
     dp_rank = dist.get_rank(engine.model.chunks[0].pg_collection.dp)
-    every = [make_batch(run, indices, spec_of(run.family)) for indices in run.micro_batches]
+    before, every = (
+        [make_batch(run, indices, spec_of(run.family)) for indices in chosen]
+        for chosen in (run.step_before, run.micro_batches)
+    )
     own = every[dp_rank :: run.dp]
     kept: list[Tensor] = []
 
@@ -284,22 +294,31 @@ def step(rank: int, run: Run, path: str) -> dict[str, Any]:
         return TokenLoss(-logprobs.sum(), mask.sum())
 
     count = sum(int(batch.plan.scored.sum()) for batch in every)
-    emitters = {
-        "default": partial(emit_default, global_count=count, num_microbatches=len(own), dp_size=run.dp),
-        "per_token": emit_per_token,
-    }
-    provider.finalize_model_grads_func = finalize_model_grads
+    make_step = engine.forward_step if run.checked else partial(ForwardStep, engine)
+
+    def call(batches: Sequence[PackedBatch], *, finalize: bool = True) -> None:
+        emitters = {
+            "default": partial(emit_default, global_count=count, num_microbatches=len(batches), dp_size=run.dp),
+            "per_token": emit_per_token,
+        }
+        provider.finalize_model_grads_func = finalize_model_grads if finalize else None
+        get_forward_backward_func()(
+            forward_step_func=make_step(emitters[run.emitter], loss_fn, with_labels=run.labels),
+            data_iterator=iter(batches),
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=batches[0].plan.total_tokens,
+            micro_batch_size=1,
+        )
+
+    if before:
+        call(before[dp_rank :: run.dp])
+        kept.clear()
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    make_step = engine.forward_step if run.checked else partial(ForwardStep, engine)
-    get_forward_backward_func()(
-        forward_step_func=make_step(emitters[run.emitter], loss_fn, with_labels=run.labels),
-        data_iterator=iter(own),
-        model=chunks,
-        num_microbatches=len(own),
-        seq_length=own[0].plan.total_tokens,
-        micro_batch_size=1,
-    )
+    ends = list(accumulate(run.calls or [len(own)]))
+    for start, end in zip([0, *ends], ends, strict=False):
+        call(own[start:end], finalize=end == len(own))
     return {
         "logprobs": kept,
         "plans": [batch.plan for batch in own],

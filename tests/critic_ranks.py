@@ -18,6 +18,7 @@ from vlm_cp.demo.conversations import Sample, demo_conversations, encode
 from vlm_cp.demo.models import tiny_model
 from vlm_cp.demo.processor import build_processor
 from vlm_cp.engines.hf import HFEngine
+from vlm_cp.launch import rank_device
 from vlm_cp.losses import TokenLoss, emit_mean
 from vlm_cp.spec import VLMSpec
 from vlm_cp.values import make_value_head, shifted_values, value_loss, value_terms
@@ -60,22 +61,23 @@ def flat_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def naive_critic(data: CriticData) -> tuple[list[Tensor], dict[str, Tensor]]:
+def naive_critic(data: CriticData, device: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """transformers' own forward, sample by sample and unpacked: values, and gradients of the clipped value loss."""
     model, _ = build_critic(data)
+    model.to(device)
     values: list[Tensor] = []
     terms: list[Tensor] = []
     for i, sample in enumerate(data.samples):
         with Keep64():
-            inputs = {k: x.double() if x.is_floating_point() else x for k, x in sample.inputs.items()}
+            inputs = {k: (x.double() if x.is_floating_point() else x).to(device) for k, x in sample.inputs.items()}
             hidden = model.model(**inputs, use_cache=False).last_hidden_state
-        heads = model.value_head(hidden)[0, :, 0]
+        heads = model.value_head(hidden)[0, :, 0].cpu()
         values.append(torch.cat([heads.new_zeros(1), heads[:-1]]))
         mask = data.masks[i].clone()
         mask[0] = False
         terms.append(value_terms(values[-1], data.returns[i], data.old_values[i], clip=CLIP)[mask])
     torch.cat(terms).mean().backward()
-    return [x.detach() for x in values], flat_gradients(model)
+    return [x.detach() for x in values], {name: x.cpu() for name, x in flat_gradients(model).items()}
 
 
 def packed(data: CriticData, chosen: Sequence[int], cp_size: int, spec: VLMSpec) -> PackedBatch:
@@ -99,7 +101,7 @@ def check_critic(
 ) -> None:
     """(cp_size, micro-batches) of `critic_on_ranks` against `naive_critic`: values, every parameter's gradient, its norm."""
     data = make_critic_data(family)
-    expected, gradients = naive_critic(data)
+    expected, gradients = naive_critic(data, rank_device(device, 0))
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     for cp_size, microbatches in cases:
         more = {} if device == "cpu" else {"device": device}

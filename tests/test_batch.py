@@ -284,11 +284,6 @@ def test_to_moves_everything():
 def test_batches_that_do_not_fit():
     with refuses("labels must have shape [1, T = 12, ...], got (12,); it would be cut at other tokens"):
         batch_of(labels=torch.zeros(12))
-    with refuses(
-        "position_ids must have shape [3, 1, T = 12], got (1, 12); "
-        "models with mRoPE ignore other ranks of positions and recompute their own on the shard"
-    ):
-        batch_of(position_ids=torch.zeros(1, 12))
     with refuses("rewards must have one entry a sample, 2 in all, got 12; samples would be mixed up"):
         batch_of(sample_extras={"rewards": torch.zeros(12)})
     with refuses(
@@ -299,6 +294,29 @@ def test_batches_that_do_not_fit():
         "pixel_values_videos must have the 0 patches that its grids describe, got 4; images would shift into each other"
     ):
         batch_of(pixel_values_videos=torch.zeros(4, 12))
+
+
+@pytest.mark.parametrize("shape", [(1, 12), (4, 1, 12), (3, 12)])
+def test_b45_positions_without_three_axes(shape):
+    with refuses(
+        f"position_ids must have shape [3, 1, T = 12], got {shape}; "
+        "models with mRoPE ignore other ranks of positions and recompute their own on the shard"
+    ):
+        batch_of(position_ids=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_b47_what_a_router_chose_follows_its_tokens(cp):
+    lengths = [5, 1, 7]
+    plan = SequencePlan.from_lengths(lengths, alignment=Alignment(cp_size=cp))
+    chosen = [torch.randint(64, (n, 8), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    stream = plan.pack(chosen, 0)
+    stream[~plan.valid] = torch.arange(8)  # experts of padding, which no loss sees, differ from one another
+    shards = [plan.shard(stream, rank) for rank in range(cp)]
+    ids = [plan.shard(torch.arange(plan.total_tokens), rank) for rank in range(cp)]
+    for shard, slots in zip(shards, ids, strict=True):
+        assert torch.equal(shard, stream[slots])
+    assert torch.equal(plan.unshard(shards)[plan.valid], torch.cat(chosen))
 
 
 def test_b53_a_sample_tensor_is_never_cut_by_its_shape():

@@ -80,6 +80,35 @@ def test_equals_one_rank(name: str, checkpoint: Callable[[str], str], one_rank: 
     check(execute(run_of(family, **settings), checkpoint(family)), one_rank(family), family)
 
 
+def test_b34_gradients_of_several_schedule_calls_are_reduced_once(
+    checkpoint: Callable[[str], str], one_rank: Callable[[str], Result]
+) -> None:
+    found = execute(run_of("qwen3_vl", cp=2, calls=(2, 1)), checkpoint("qwen3_vl"))
+    check(found, one_rank("qwen3_vl"), "qwen3_vl")
+
+
+IMAGE_FREE = ((0, 1), (1, 5), (2,), (5,))  # every second one, which are the second data-parallel rank's
+
+
+@pytest.mark.parametrize("before", [((0, 1), (2, 3)), ((1,), (5,))], ids=["after-images", "after-text"])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "cp": 2}], ids=["dp2", "dp2-cp2"])
+def test_b39_b40_text_only_micro_batches_under_overlapped_reduction(
+    layout: dict[str, int], before: tuple[tuple[int, ...], ...], checkpoint: Callable[[str], str]
+) -> None:
+    """Megatron waits for a gradient of every parameter that the first step had one of, and of no other."""
+    run = partial(run_of, "qwen3_vl", micro_batches=IMAGE_FREE)
+    found = execute(run(**layout, step_before=before, ddp={"overlap_grad_reduce": True}), checkpoint("qwen3_vl"))
+    reference = execute(run(), checkpoint("qwen3_vl"))
+    check(found, reference, "qwen3_vl")
+
+
+def test_overlapped_reduction_without_no_sync_is_refused(checkpoint: Callable[[str], str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"^no_sync_func of the model's config must be the DDP chunk's no_sync .*, got None; "
+    ):
+        execute(run_of("qwen3_vl", ddp={"overlap_grad_reduce": True}, no_sync=False), checkpoint("qwen3_vl"))
+
+
 def _cut_contiguously(chunks: list[Any], provider: Any) -> None:
     def contiguous(cu_seqlens: Any, total: int, size: int, rank: int) -> torch.Tensor:
         return torch.arange(rank * total // size, (rank + 1) * total // size, dtype=torch.int32)
@@ -128,7 +157,7 @@ def _allow_mtp(chunks: list[Any], provider: Any) -> None:
     capability.CAPABILITIES["Qwen3VLModel"] = replace(row, mtp=True)
 
 
-def test_multi_token_prediction_depends_on_the_ranks(checkpoint: Callable[[str], str]) -> None:
+def test_b46_multi_token_prediction_depends_on_the_ranks(checkpoint: Callable[[str], str]) -> None:
     """Why it is refused; when this fails, Megatron normalises that loss over the whole batch and the row can say yes."""
     mtp = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5, "calculate_per_token_loss": True}
     make = partial(

@@ -47,7 +47,7 @@ def test_a_saved_checkpoint_with_its_processor(tmp_path, capsys):
         (["parity", "--tp", "2"], "--tp must be 1 for the hf engine, got 2; transformers' layers are not split"),
         (
             ["parity", "--engine", "bridge"],
-            "--device must be cuda for the bridge engine, got cpu; its layers are Transformer Engine's",
+            "--device must be cuda for the bridge engine, got cpu; its layers are Transformer Engine's, and its sum of gradients",
         ),
         (
             ["parity", "--engine", "bridge", "--device", "cuda"],
@@ -57,6 +57,7 @@ def test_a_saved_checkpoint_with_its_processor(tmp_path, capsys):
             ["parity", "--engine", "bridge", "--device", "cuda", "--dtype", "bfloat16", "--cp", "2", "--tp", "2"],
             "--device cuda must find 4 devices, got 0; ranks would share one",
         ),
+        (["parity", "--device", "cuda:0"], "--device cuda:0 must find 1 devices, got 0; ranks would share one"),
         (
             ["parity", "--family", "qwen3_vl", "--cp", "3", "--attention", "all_to_all"],
             "attention heads must be divisible by cp_size 3 for all_to_all, got 4 query and 2 key/value heads",

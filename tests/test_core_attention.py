@@ -115,7 +115,7 @@ def test_two_ranks_equal_one(method: str) -> None:
     torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=2e-6)
 
 
-def test_one_tensor_serves_all_four_offset_fields() -> None:
+def test_b5_padding_counts_as_tokens_and_one_tensor_serves_all_four_offset_fields() -> None:
     plan = SequencePlan.from_lengths([5, 16, 3], alignment=Alignment(cp_size=2))
     params = packed_seq_params(plan)
     offsets = (params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded)

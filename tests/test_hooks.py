@@ -53,7 +53,7 @@ class Wrapper(nn.Module):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
 @pytest.mark.parametrize("listed", [False, True], ids=["module", "list"])
-def test_clears_every_config_and_every_copy_and_returns_what_it_got(listed: bool, wrapped: bool) -> None:
+def test_b50_clears_every_config_and_every_copy_and_returns_what_it_got(listed: bool, wrapped: bool) -> None:
     chunks = [Wrapper(model()) if wrapped else model() for _ in range(2 if listed else 1)]
     given = chunks if listed else chunks[0]
     assert keep_default_loss_scaling(given) is given

@@ -85,7 +85,7 @@ def test_sums_are_exact() -> None:
     assert len(bin_samples([1.0, *[tiny] * 16], capacity=1.0)) == 2
 
 
-def test_51_data_parallel_ranks_get_the_same_number_of_bins_and_the_order_is_restored() -> None:
+def test_b51_data_parallel_ranks_get_the_same_number_of_bins_and_the_order_is_restored() -> None:
     costs = [700, 30, 900, 250, 260, 90, 800, 40, 410, 5]
     bins = bin_samples(costs, capacity=1000, bins_multiple_of=4)
     by_rank = [bins[rank::4] for rank in range(4)]
@@ -106,7 +106,7 @@ def test_restore_order_is_the_inverse(costs: list[float], extra: float) -> None:
     cp_size=st.sampled_from([1, 2, 3, 4]),
     tp_size=st.sampled_from([1, 2, 4]),
 )
-def test_52_bins_of_aligned_costs_hold_their_packed_streams(lengths: list[int], cp_size: int, tp_size: int) -> None:
+def test_b52_bins_of_aligned_costs_hold_their_packed_streams(lengths: list[int], cp_size: int, tp_size: int) -> None:
     """The multiple that sizes the bins is the one that pads the stream: SkyRL bins raw lengths and overflows."""
     alignment = Alignment(cp_size=cp_size, tp_size=tp_size, sequence_parallel=True)
     capacity = 3 * alignment.stream_multiple * 24

@@ -84,7 +84,7 @@ def test_a_model_of_an_unknown_class() -> None:
     ("class_name", "layout", "allowed"),
     [("GPTModel", "full", "'sharded'"), ("Qwen3VLModel", "packed", "'full' or 'sharded'")],
 )
-def test_a_layout_that_the_model_does_not_take(class_name: str, layout: str, allowed: str) -> None:
+def test_b12_a_layout_that_the_model_does_not_take(class_name: str, layout: str, allowed: str) -> None:
     with refuses(
         f"layout must be {allowed} for {class_name}, got {layout!r}; the stream would be cut twice, or not at all"
     ):
@@ -195,7 +195,7 @@ def test_lost_deepstack_gradients(tower: dict[str, Any], reason: str) -> None:
     engine(model).forward_step(emit_default, lambda output, b: None)
 
 
-def test_a_batch_that_was_cut_already() -> None:
+def test_b13_a_batch_that_was_cut_already() -> None:
     with refuses(
         "batch must be a PackedBatch, the full stream, got LocalBatch; the engine cuts it itself, as its layout says"
     ):
@@ -206,6 +206,20 @@ def test_a_direct_call_of_one_stage() -> None:
     model = shell()
     with refuses("chunks must be one whole model for a direct call, got 1 pipeline stages; use forward_step"):
         MegatronEngine([model, model], spec=SPEC)(batch(8))
+
+
+def test_b33_every_stage_gets_what_it_reads() -> None:
+    first, last = shell(), shell()
+    first.post_process = last.pre_process = False
+    first.vision_model = nn.Module()
+    ids = torch.tensor([SPEC.vision_start_token_id, *[SPEC.image_token_id] * 2, 5])
+    image = {"pixel_values": torch.zeros(8, 12), "image_grid_thw": torch.tensor([[1, 2, 4]])}
+    packed = pack_samples([{"input_ids": ids, **image}], alignment=Alignment(), spec=SPEC, pad_token_id=0)
+    split = MegatronEngine([first, last], spec=SPEC)
+    everywhere = {"input_ids", "position_ids", "attention_mask", "packed_seq_params"}
+    media = {"pixel_values", "image_grid_thw", "image_input_mask"}
+    assert split.inputs(packed, first, with_labels=True).keys() == everywhere | media
+    assert split.inputs(packed, last, with_labels=True).keys() == everywhere | {"labels", "loss_mask"}
 
 
 def _message(action: Callable[[], Any]) -> str | None:

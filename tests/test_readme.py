@@ -48,13 +48,14 @@ def test_cited_results_say_how_they_were_made(file):
     assert RESULTS[file]["command"]
 
 
-def test_the_support_table_says_what_the_cpu_result_shows():
-    rows = RESULTS["benchmarks/results/parity-hf_2xcpu_2026-11-30.json"]["rows"]
+@pytest.mark.parametrize(("name", "sizes"), [("2xcpu_2026-11-30", (2, 3, 4)), ("1xh200_2026-12-01", (2,))])
+def test_the_support_table_says_what_the_embedded_engines_results_show(name, sizes):
+    rows = RESULTS[f"benchmarks/results/parity-hf_{name}.json"]["rows"]
     assert all(row["passed"] for row in rows)
     assert {(r["family"], r["cp"], r["attention"]) for r in rows} == {
         (family, cp, method)
         for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-        for cp in (2, 3, 4)
+        for cp in sizes
         for method in ("all_gather", "all_to_all")
     }
 

@@ -59,7 +59,7 @@ def decode(ids: Tensor) -> str:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_15_16_labels_are_shifted_inside_each_sample_before_the_cut_and_padding_has_none(cp_size: int) -> None:
+def test_b15_b16_labels_are_shifted_inside_each_sample_before_the_cut_and_padding_has_none(cp_size: int) -> None:
     batch = collator(alignment=Alignment(cp_size=cp_size))(SAMPLES)
     plan, ids, labels = batch.plan, batch.input_ids[0], batch.labels[0]
     assert torch.equal(batch.loss_mask, batch.labels != IGNORE)
@@ -76,7 +76,7 @@ def test_15_16_labels_are_shifted_inside_each_sample_before_the_cut_and_padding_
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_37_images_and_videos_of_one_sample_keep_their_order_and_placeholders(family: str, cp_size: int) -> None:
+def test_b37_images_and_videos_of_one_sample_keep_their_order_and_placeholders(family: str, cp_size: int) -> None:
     batch = collator(family, Alignment(cp_size=cp_size))(SAMPLES)
     media, spec = batch.media, processor_of(family)[1]
     assert media.samples.tolist() == [0, 2, 2, 2]
@@ -88,7 +88,7 @@ def test_37_images_and_videos_of_one_sample_keep_their_order_and_placeholders(fa
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_17_an_answer_of_one_token_is_one_loss_term_at_the_slot_before_it(cp_size: int) -> None:
+def test_b17_an_answer_of_one_token_is_one_loss_term_at_the_slot_before_it(cp_size: int) -> None:
     batch = collator(alignment=Alignment(cp_size=cp_size))([chat(text("Say nothing."), answer="")])
     (slot,) = batch.loss_mask[0].nonzero().flatten().tolist()
     assert decode(batch.input_ids[0, slot + 1]) == decode(batch.labels[0, slot]) == "<|im_end|>"
@@ -96,7 +96,7 @@ def test_17_an_answer_of_one_token_is_one_loss_term_at_the_slot_before_it(cp_siz
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=str)
-def test_54_pixels_and_grids_stay_with_their_sample(order: list[int]) -> None:
+def test_b54_pixels_and_grids_stay_with_their_sample(order: list[int]) -> None:
     encoded = [collator().encode(sample) for sample in SAMPLES]
     batch = collator()([SAMPLES[i] for i in order])
     for key, found in (("pixel_values", batch.pixel_values), ("image_grid_thw", batch.image_grid_thw)):
@@ -105,7 +105,7 @@ def test_54_pixels_and_grids_stay_with_their_sample(order: list[int]) -> None:
         assert torch.equal(found, torch.cat(own))
 
 
-def test_41_a_sample_that_was_cut_through_its_image_elsewhere_is_refused() -> None:
+def test_b41_a_sample_that_was_cut_through_its_image_elsewhere_is_refused() -> None:
     sample = collator().encode(SAMPLES[0])
     assert sample is not None
     cut = EncodedSample(
@@ -117,13 +117,13 @@ def test_41_a_sample_that_was_cut_through_its_image_elsewhere_is_refused() -> No
         collator()([SAMPLES[1], cut])
 
 
-def test_39_a_batch_of_text_has_no_pixels() -> None:
+def test_b39_a_batch_of_text_has_no_pixels() -> None:
     batch = collator(alignment=Alignment(cp_size=2))([SAMPLES[1]])
     assert batch.pixel_values is batch.pixel_values_videos is None
     assert len(batch.media.grids) == 0
 
 
-def test_53_samples_keep_their_order_and_what_is_said_of_them() -> None:
+def test_b53_samples_keep_their_order_and_what_is_said_of_them() -> None:
     batch = collator(max_length=40, overflow="drop_sample", alignment=Alignment(cp_size=2))(
         [SAMPLES[2], SAMPLES[1], SAMPLES[0]]
     )
@@ -168,7 +168,7 @@ def test_a_long_text_is_cut_at_its_end() -> None:
 
 @pytest.mark.parametrize("overflow", ["error", "drop_sample", "drop_media"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_44_no_length_ever_cuts_through_media(family: str, overflow: Any) -> None:
+def test_b44_no_length_ever_cuts_through_media(family: str, overflow: Any) -> None:
     """Every max_length: what is kept passes the media check of the packer, and is as long as it may be."""
     sample = chat(text("Look"), image("coffee"), text("and"), video(6), text("then"), image("rocket"), text("Well?"))
     full = collator(family).encode(sample)
@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], samples: list[Any
         collator(**options)(samples)
 
 
-def test_08_a_max_length_that_is_no_multiple_is_refused() -> None:
+def test_b8_a_max_length_that_is_no_multiple_is_refused() -> None:
     message = "max_length must be a multiple of the alignment's sequence_multiple 4, got 66; a sample cut there would be padded beyond it"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         collator(alignment=Alignment(cp_size=2), max_length=66)
@@ -327,14 +327,14 @@ def our_rule(tp: int, cp: int, sp: bool) -> int:
         pytest.param(our_rule, [], id="ours"),
     ],
 )
-def test_10_published_padding_rules_fail_and_ours_does_not(rule: Any, fails: list[tuple[int, int, bool]]) -> None:
+def test_b10_published_padding_rules_fail_and_ours_does_not(rule: Any, fails: list[tuple[int, int, bool]]) -> None:
     found = [(tp, cp, sp) for tp, cp, sp in LAYOUTS if not takes_fp8(rule(tp, cp, sp), tp, cp, sp)]
     assert found == fails
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise", "nvfp4"])
 @pytest.mark.parametrize(("tp", "cp", "sp"), [*LAYOUTS, (2, 3, True), (1, 12, False), (6, 3, True)])
-def test_10_packed_batches_fit_every_fp8_recipe(recipe: Any, tp: int, cp: int, sp: bool) -> None:
+def test_b10_packed_batches_fit_every_fp8_recipe(recipe: Any, tp: int, cp: int, sp: bool) -> None:
     alignment = Alignment(cp_size=cp, tp_size=tp, sequence_parallel=sp, fp8=recipe)
     plan = collator(alignment=alignment)([SAMPLES[1], SAMPLES[1]]).plan
     multiple = {"mxfp8": 32, "blockwise": 128, "nvfp4": 128}.get(recipe, 16)
@@ -343,14 +343,14 @@ def test_10_packed_batches_fit_every_fp8_recipe(recipe: Any, tp: int, cp: int, s
 
 
 @pytest.mark.parametrize(("cp", "joined", "larger"), [(3, 48, 16), (12, 48, 24)])
-def test_09_multiples_are_joined_by_lcm(cp: int, joined: int, larger: int) -> None:
+def test_b9_multiples_are_joined_by_lcm(cp: int, joined: int, larger: int) -> None:
     """NeMo-Aligner's data set and DPO rules take the larger of two multiples, which the other does not divide."""
     assert Alignment(cp_size=cp, sample_multiple=16).sequence_multiple == joined
     assert max(16, 2 * cp) == larger
     assert larger % (2 * cp) or larger % 16
 
 
-def test_08_the_smaller_of_two_lengths_is_no_longer_aligned() -> None:
+def test_b8_the_smaller_of_two_lengths_is_no_longer_aligned() -> None:
     """min(max_seq_length, ceil_to(longest, multiple)), as NeMo's BSHD collate clamps: refused here, when the collator is made."""
     multiple, max_seq_length, longest = 32, 100, 98
     clamped = min(max_seq_length, -(-longest // multiple) * multiple)
@@ -382,7 +382,7 @@ def test_bins_count_vision_and_not_length_alone() -> None:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_07_52_every_bin_packs_within_its_capacity(cp_size: int) -> None:
+def test_b7_b52_every_bin_packs_within_its_capacity(cp_size: int) -> None:
     alignment = Alignment(cp_size=cp_size, tp_size=2, sequence_parallel=True, fp8="delayed")
     words = [chat(text("Say yes."), answer="Yes. " * i) for i in range(1, 12)]
     collate, encoded, text_spec = encode(*words, alignment=alignment)
@@ -404,6 +404,6 @@ def test_a_capacity_that_is_no_multiple_is_refused() -> None:
         collate.bins(encoded, text=text_spec, capacity=1001)
 
 
-def test_07_a_stream_shorter_than_its_samples_is_refused_before_anything_is_built() -> None:
+def test_b7_a_stream_shorter_than_its_samples_is_refused_before_anything_is_built() -> None:
     with pytest.raises(ValueError, match=r"^total_tokens must be a multiple of 4 and at least 12, got 8; "):
         SequencePlan.from_lengths([5, 3], alignment=Alignment(cp_size=2), total_tokens=8)

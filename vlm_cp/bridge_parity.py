@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vlm_cp import comm
 from vlm_cp.batch import PackedBatch, unpack
-from vlm_cp.launch import run_ranks
+from vlm_cp.launch import rank_device, run_ranks
 from vlm_cp.logprobs import next_token_logprobs
 from vlm_cp.losses import TokenLoss, emit_per_token
 from vlm_cp.parity import Bound, Difference, ParityReport
@@ -60,8 +60,8 @@ def run_bridge_parity(
 ) -> ParityReport:
     """Compares CP=`cp` with CP=1 in Megatron-Bridge, both at this tp (with sequence parallelism above 1).
 
-    device: "cuda" needs cp * tp devices and Transformer Engine. prepare: called on every rank before Megatron is imported
-    (the tests replace what needs a GPU). bound, progress: as in `run_parity`.
+    device: "cuda" needs cp * tp devices, "cuda:0" one, shared over gloo; both Transformer Engine. prepare: called on every rank before Megatron is imported
+    (the tests replace what needs a GPU, or a GPU a rank). bound, progress: as in `run_parity`.
     """
     progress(f"Megatron-Bridge on {cp * tp} ranks: CP=1 three times, then CP={cp}")
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def run_bridge_parity(
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         cp=cp,
         tp=tp,
-        attention="p2p",
+        attention=_comm_type(device),
         difference=difference,
         floors=floors,
         tolerance=tolerance,
@@ -121,7 +121,7 @@ def _run_rank(
         if name == "order":
             outcome = Outcome(list(outcome.logprobs)[::-1], outcome.loss, outcome.gradients)
         runs[name] = outcome, perf_counter() - begin
-        if device == "cuda":
+        if device != "cpu":
             gc.collect()  # the model is in reference cycles, and its memory is needed for the next one
     return runs if rank == 0 else None
 
@@ -136,7 +136,7 @@ def _run(subject: Subject, folder: Path, cp: int, tp: int, device: str, *, other
     provider = _provider(folder, cp, tp, device, other_kernel)
     chunks = _built(provider, device)
     engine = MegatronEngine(chunks, spec=VLMSpec.from_bridge(provider))
-    batch = subject.batch(cp, tp).to(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
+    batch = subject.batch(cp, tp).to(rank_device(device, dist.get_rank()))
     kept: list[Tensor] = []
 
     def loss_fn(logits: Tensor, batch: PackedBatch) -> TokenLoss:
@@ -173,9 +173,10 @@ def _provider(folder: Path, cp: int, tp: int, device: str, other_kernel: bool) -
 
     bridge: Any = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=True)
-    half = device == "cuda"
+    half = device != "cpu"
     settings: dict[str, Any] = {
         "context_parallel_size": cp,
+        "cp_comm_type": _comm_type(device),
         "tensor_model_parallel_size": tp,
         "sequence_parallel": tp > 1,
         "calculate_per_token_loss": True,
@@ -198,6 +199,11 @@ def _provider(folder: Path, cp: int, tp: int, device: str, other_kernel: bool) -
 
     provider.register_pre_wrap_hook(repair)
     return provider
+
+
+def _comm_type(device: str) -> str:
+    """Ranks that share a device talk over gloo, which sends no CUDA tensor from one rank to another: no ring."""
+    return "all_gather" if device.startswith("cuda:") else "p2p"
 
 
 def _built(provider: Any, device: str) -> list[Any]:

@@ -69,7 +69,10 @@ def _add_parity(parser: argparse.ArgumentParser) -> None:
         help="how ranks exchange (default: %(default)s)",
     )
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cpu: gloo; cuda: NCCL, one device a rank"
+        "--device",
+        choices=["cpu", "cuda", "cuda:0"],
+        default="cpu",
+        help="cpu: gloo; cuda: NCCL, one device a rank; cuda:0: gloo, all ranks on that device",
     )
     parser.add_argument(
         "--dtype", choices=list(_DTYPES), default="float32", help="weights and activations (default: %(default)s)"
@@ -107,17 +110,19 @@ def _check_parity(options: argparse.Namespace) -> None:
         )
     if options.engine == "hf" and options.tp > 1:
         raise ValueError(f"--tp must be 1 for the hf engine, got {options.tp}; transformers' layers are not split")
-    if options.engine == "bridge" and options.device == "cpu":
-        raise ValueError("--device must be cuda for the bridge engine, got cpu; its layers are Transformer Engine's")
+    if options.engine == "bridge" and options.device != "cuda":
+        raise ValueError(
+            f"--device must be cuda for the bridge engine, got {options.device}; its layers are Transformer Engine's, and its "
+            "sum of gradients needs NCCL, a device for each rank"
+        )
     if options.engine == "bridge" and options.dtype != "bfloat16":
         raise ValueError(
             f"--dtype must be bfloat16 for the bridge engine, got {options.dtype}; "
             "Transformer Engine has no other attention for packed samples under CP"
         )
-    if options.device == "cuda" and torch.cuda.device_count() < ranks:
-        raise ValueError(
-            f"--device cuda must find {ranks} devices, got {torch.cuda.device_count()}; ranks would share one"
-        )
+    needed, found = {"cpu": 0, "cuda": ranks}.get(options.device, 1), torch.cuda.device_count()
+    if found < needed:
+        raise ValueError(f"--device {options.device} must find {needed} devices, got {found}; ranks would share one")
 
 
 def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> ParityReport:
@@ -127,5 +132,5 @@ def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> Parity
     else:
         subject = (bridge_subject if bridge else Subject.demo)(options.family, dtype=dtype, seed=options.seed)
     if bridge:
-        return run_bridge_parity(subject, cp=options.cp, tp=options.tp, progress=progress)
+        return run_bridge_parity(subject, cp=options.cp, tp=options.tp, device=options.device, progress=progress)
     return run_parity(subject, cp=options.cp, attention=options.attention, device=options.device, progress=progress)

@@ -1,4 +1,4 @@
-"""Starts one function on n local ranks of a new process group: forked gloo ranks on the CPU, spawned NCCL ranks on GPUs."""
+"""Starts one function on n local ranks of a new process group: forked gloo ranks on the CPU, spawned ranks on GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def run_ranks(
     """`fn(rank, *args)` on `world_size` ranks, whose default group spans them all; the results in rank order.
 
     device: "cpu" forks, 0.1 s against 12 s for a fresh interpreter a rank; that is only safe while torch runs one thread,
-    else the children hang in their first matrix product. "cuda" spawns, rank r using cuda:r; `fn` and `args` are pickled.
+    else the children hang in their first matrix product. "cuda" spawns, rank r using cuda:r over NCCL; `fn` and `args` are
+    pickled. "cuda:0" does the same with all ranks on that one device, over gloo, since NCCL refuses a device twice.
     When a rank refuses its input (`ValueError`), that error is raised here; any other failure is a `RankError` with every
     failed rank's traceback. `TimeoutError` after `timeout` seconds, when all ranks are killed.
     """
@@ -55,13 +56,18 @@ def run_ranks(
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
+def rank_device(device: str, rank: int) -> str:
+    """The device of one of `run_ranks`' ranks: "cpu", or "cuda:0" and so on."""
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
 def _run_rank(
     rank: int, world_size: int, folder: str, device: str, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "gloo" if device == "cpu" else "nccl"
+    if device != "cpu":
+        torch.cuda.set_device(rank_device(device, rank))
+    backend = "nccl" if device == "cuda" else "gloo"
     # A file as rendezvous: no port that another run could hold.
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:

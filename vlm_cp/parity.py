@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vlm_cp.attention import AttentionMethod
-from vlm_cp.launch import run_ranks
+from vlm_cp.launch import rank_device, run_ranks
 from vlm_cp.subject import Candidate, Numerics, Outcome, Subject, run_packed, run_padded, run_samples
 from vlm_cp.trace import Divergence, first_divergence
 
@@ -138,11 +138,11 @@ def run_parity(
 ) -> ParityReport:
     """Compares CP=`cp` with CP=1; when they differ, looks for the first module that does.
 
-    device: "cpu" (gloo) or "cuda" (NCCL, `cp` devices). numerics: a context that the forwards run under.
+    device: where `run_ranks` puts the ranks. numerics: a context that the forwards run under.
     bound: given, it replaces the measured one. progress: called with the name of each step before it starts.
     """
     steps = _Steps(progress)
-    home = "cuda:0" if device == "cuda" else device
+    home = rank_device(device, 0)
     reference = steps.run("reference: transformers, sample by sample", run_samples, subject, home, numerics)
     floors: dict[str, Difference] = {}
     if bound is None:
@@ -199,6 +199,6 @@ def _run_rank(
     numerics: Numerics,
     candidate: type[Candidate],
 ) -> Outcome | None:
-    home = f"cuda:{rank}" if device == "cuda" else device
+    home = rank_device(device, rank)
     outcome = run_packed(subject, dist.group.WORLD, attention, home, numerics, candidate)
     return outcome if rank == 0 else None

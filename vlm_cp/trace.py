@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vlm_cp.attention import AttentionMethod
 from vlm_cp.batch import PackedBatch
-from vlm_cp.launch import run_ranks
+from vlm_cp.launch import rank_device, run_ranks
 from vlm_cp.subject import Candidate, Numerics, Subject
 
 Cause = Literal[
@@ -125,7 +125,7 @@ def _first_difference(
     numerics: Numerics,
     candidate: type[Candidate],
 ) -> Divergence | None:
-    expected = _trace_samples(subject, names, "cuda:0" if device == "cuda" else device, numerics)
+    expected = _trace_samples(subject, names, rank_device(device, 0), numerics)
     job = (names, subject, attention, device, numerics, candidate)
     ranks = run_ranks(batch.plan.cp_size, _trace_rank, *job, device=device, timeout=600)
     for name, reference in expected.items():
@@ -230,7 +230,7 @@ def _trace_rank(
     numerics: Numerics,
     candidate: type[Candidate],
 ) -> Records:
-    home = f"cuda:{rank}" if device == "cuda" else device
+    home = rank_device(device, rank)
     model = subject.model.to(home)
     run = candidate(model, subject.spec, dist.group.WORLD, attention)
     with run.engine, torch.no_grad(), numerics(), _recorded(model, names) as found:

@@ -24,6 +24,12 @@ class Layout:
     reverse: bool = False  # samples packed in the other order
 
     @property
+    def sends(self) -> bool:
+        """Whether one rank sends to another, which gloo does not do for tensors on a GPU: the p2p ring, and pipelines."""
+        ring = self.provider.get("cp_comm_type", "p2p") == "p2p" and not self.torch_attention
+        return self.pp > 1 or (self.cp > 1 and ring)
+
+    @property
     def dp(self) -> int:
         return 2 // (self.cp * self.tp * self.pp)
 
@@ -69,3 +75,10 @@ ITEMS: list[tuple[str, str]] = [
     ("qwen3_vl", "hf-cp2"),
     *[(family, name) for family in FAMILIES if family != "qwen3_vl" for name in FAMILIES[family]],
 ]
+
+
+def items(device: str) -> list[tuple[str, str]]:
+    """All items that can run there; `tp2` is also compared with `cp2`, and so needs a device for each rank as well."""
+    if device != "cuda:0":
+        return ITEMS
+    return [(f, name) for f, name in ITEMS if name != "tp2" and not (name in FAMILIES[f] and FAMILIES[f][name].sends)]

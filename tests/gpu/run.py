@@ -1,10 +1,11 @@
-"""Runs the parity rows on two GPUs and writes benchmarks/results/parity_<hardware>_<date>.json.
+"""Runs the parity rows on two ranks and writes benchmarks/results/parity_<hardware>_<date>.json.
 
-    python tests/gpu/run.py [--items qwen3_vl/cp1,qwen3_vl/cp2] [--budget 480] [--device cuda|cpu]
+    python tests/gpu/run.py [--items qwen3_vl/cp1,qwen3_vl/cp2] [--budget 480] [--device cuda|cuda:0|cpu]
 
 All items share two worker processes, since importing the stack costs half a minute. An item that fails, or hangs, takes
 its workers with it; it is recorded with the end of their output and the rest goes on in new ones. Exits 1 if a row did
-not pass. --device cpu tries the runner itself on gloo, where there is no GPU.
+not pass. --device cuda:0 has both ranks on one GPU, over gloo: the same kernels and cuts without NCCL, for layouts that send
+nothing from one rank to another (no p2p ring, no pipeline). --device cpu tries the runner itself, where there is no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from layouts import ITEMS
+import layouts
 from tolerances import judged
 
 HERE = Path(__file__).resolve().parent
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=480.0, help="seconds after which no item is begun; all ends a minute later"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cuda:0", "cpu"), help="cuda with two GPUs, cuda:0 with one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--work", type=Path, help="where checkpoints and logs go; a temporary folder without it")
     parser.add_argument(
@@ -54,7 +55,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.judge:
         return judge_again(args.judge)
-    todo = args.items.split(",") if args.items else ["/".join(item) for item in ITEMS]
+    args.device = args.device or ("cuda" if len(gpu_names()) > 1 else "cuda:0")
+    todo = args.items.split(",") if args.items else ["/".join(item) for item in layouts.items(args.device)]
     work: Path = args.work or Path(tempfile.mkdtemp(prefix="vlm_cp_parity_"))
     work.mkdir(parents=True, exist_ok=True)
     rows = run_items(todo, work, args.device, time.time() + args.budget)
@@ -188,9 +190,14 @@ def versions() -> dict[str, str]:
 def hardware_name(device: str) -> str:
     if device == "cpu":
         return "cpu"
+    count = 2 if device == "cuda" else 1
+    return f"{count}x" + re.sub(r"[^a-z0-9]+", "-", gpu_names()[0].lower().removeprefix("nvidia ")).strip("-")
+
+
+def gpu_names() -> list[str]:
+    """Of every GPU in this machine."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
-    return "2x" + re.sub(r"[^a-z0-9]+", "-", names[0].lower().removeprefix("nvidia ")).strip("-")
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

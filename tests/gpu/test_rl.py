@@ -1,4 +1,6 @@
-"""Logprobs, entropies and values on NCCL: the bodies of the CPU tests on another device, and what they hold in memory."""
+"""Logprobs, entropies and values on GPUs: the bodies of the CPU tests on another device, and what they hold in memory."""
+
+from collections.abc import Callable
 
 import pytest
 from critic_ranks import check_critic
@@ -6,21 +8,21 @@ from logprob_ranks import check_grid, logprob_memory_on_gpu
 from ranks import run_ranks
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize(("cp_size", "tp_size"), [(2, 1), (1, 2)], ids=["cp2", "tp2"])
-def test_logprobs_of_packed_samples_equal_one_process(cp_size: int, tp_size: int) -> None:
-    check_grid(run_ranks, "cuda", cp_size, tp_size)
+def test_logprobs_of_packed_samples_equal_one_process(cp_size: int, tp_size: int, place: Callable[[int], str]) -> None:
+    check_grid(run_ranks, place(cp_size * tp_size), cp_size, tp_size)
 
 
-@pytest.mark.gpu(4)
-def test_b19_tp_times_cp_equals_one_process() -> None:
-    check_grid(run_ranks, "cuda")
+@pytest.mark.gpu(1)
+def test_b19_tp_times_cp_equals_one_process(place: Callable[[int], str]) -> None:
+    check_grid(run_ranks, place(4))
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_b21_vlm_critic_equals_one_process(family: str) -> None:
-    check_critic(run_ranks, family, [(1, 1), (2, 2)], "cuda", 1e-10)
+def test_b21_vlm_critic_equals_one_process(family: str, place: Callable[[int], str]) -> None:
+    check_critic(run_ranks, family, [(1, 1), (2, 2)], place(2), 1e-10)
 
 
 @pytest.mark.gpu(1)

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from shared_device import sum_buckets_one_by_one
+
+from vlm_cp.launch import rank_device
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--device", choices=("cuda", "cuda:0", "cpu"), required=True)
     parser.add_argument(
         "--deadline", type=float, required=True, help="seconds of the epoch after which no item is begun"
     )
@@ -34,8 +37,8 @@ def main() -> None:
     faulthandler.dump_traceback_later(240, exit=True)  # imports and the first handshake
     rank = int(os.environ["RANK"])
     device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if args.device != "cpu":
+        device = torch.device(rank_device(args.device, rank))
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
@@ -45,6 +48,9 @@ def main() -> None:
     torch._dynamo.config.disable = True  # compiling megatron-core's small functions costs more time than all rows
     import layouts
     from rows import Bench
+
+    if args.device == "cuda:0":
+        sum_buckets_one_by_one()
 
     bench = Bench(args.work, device)
     for item in args.items:
@@ -56,7 +62,7 @@ def main() -> None:
         begin = time.time()
         # A world for each item: NCCL keeps the communicators of every layout that was built, gigabytes each, until it ends.
         store = args.work / f"store.{os.environ['MASTER_PORT']}.{item.replace('/', '.')}"
-        backend = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+        backend = {"backend": "nccl", "device_id": device} if args.device == "cuda" else {"backend": "gloo"}
         dist.init_process_group(
             **backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=90)
         )

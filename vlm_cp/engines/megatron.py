@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from vlm_cp import comm
 from vlm_cp.batch import PackedBatch
 from vlm_cp.engines.bridge_tower import HostGridTower
+from vlm_cp.engines.idle_tower import with_idle_tower
 from vlm_cp.engines.packed_params import PlannedSeqParams, packed_seq_params
 from vlm_cp.engines.preflight import (
     Emitter,
     check_gradients,
     check_model,
+    check_overlap,
     check_plan,
     check_same_batch,
     emitter_kind,
@@ -133,11 +135,17 @@ class ForwardStep:
     def __call__(self, data_iterator: Iterator[PackedBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch, engine = next(data_iterator), self.engine
         check_plan(engine.model, batch)
+        if self.emitter is not None:
+            check_overlap(chunk)
         if engine.first_total is None:
             check_same_batch(engine.model, batch)
             engine.first_total = batch.plan.total_tokens
         _check_fixed_length(engine, engine.first_total, batch)
-        output = _output(chunk(**engine.inputs(batch, chunk, with_labels=self.with_labels)))
+        inputs = engine.inputs(batch, chunk, with_labels=self.with_labels)
+        output = _output(chunk(**inputs))
+        tower = getattr(unwrap(chunk), "vision_model", None)
+        if tower is not None and "pixel_values" not in inputs:
+            output = with_idle_tower(output, tower)
         return output, partial(self._loss, batch)
 
     def _loss(self, batch: PackedBatch, output: Tensor, non_loss_data: bool = False) -> Any:

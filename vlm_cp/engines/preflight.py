@@ -152,6 +152,17 @@ def check_gradients(model: BridgeModel) -> None:
         )
 
 
+def check_overlap(chunk: Any) -> None:
+    """Refuses overlapped gradient reduction without `no_sync_func` (Megatron's training loop sets it; a schedule does not)."""
+    ddp_config = getattr(chunk, "ddp_config", None)
+    if getattr(ddp_config, "overlap_grad_reduce", False) and chunk.config.no_sync_func is None:
+        raise ValueError(
+            "no_sync_func of the model's config must be the DDP chunk's no_sync (or a list of them) with overlap_grad_reduce, "
+            "got None; from the second step on, a step's first micro-batch would be reduced alone and the others' gradients "
+            "stay on their ranks"
+        )
+
+
 def check_plan(model: BridgeModel, batch: PackedBatch) -> None:
     """Refuses a batch that was packed for another parallel layout, or that lies on another device than the model."""
     if not isinstance(batch, PackedBatch):  # pyright: ignore[reportUnnecessaryIsInstance]
