@@ -110,14 +110,12 @@ def part(_: int, cp: int, make: Maker, until: int, path: Path, resume: bool) -> 
 
 
 def train_arm(name: str, cp: int, settings: Settings, make: Maker, timeout: float = 7200.0) -> dict[str, Any]:
-    """A whole run at this cp: to the middle, then from its checkpoint to the end, in new processes."""
+    """A whole run at this cp: to `resume_at`, then, if it is not the end, from a checkpoint on, in new processes."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
-        halves = [
-            run_ranks(cp, part, cp, make, until, path, resume, timeout=timeout)[0]
-            for until, resume in ((settings.resume_at, False), (settings.steps, True))
-        ]
+        ends = sorted({settings.resume_at, settings.steps})
+        halves = [run_ranks(cp, part, cp, make, until, path, until > ends[0], timeout=timeout)[0] for until in ends]
     return row(name, cp, settings, halves, time.monotonic() - start)
 
 
@@ -135,7 +133,9 @@ def arms_of(settings: Settings) -> dict[str, tuple[int, Settings]]:
     return {"cp1": (1, settings), "cp2": (2, settings), "cp1_other_micro_batches": (1, other)}
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str], command: str, look: curves.Look) -> None:
+def write_rows(
+    path: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str], command: str, look: curves.Look
+) -> None:
     """Adds rows to the results file, those of other arms in it stay, and draws it."""
     known = {row["arm"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     known |= {row["arm"]: {**row, "command": command} for row in rows}
@@ -151,7 +151,11 @@ def results_path(out: Path, kind: str, hardware: str) -> Path:
 
 
 def main(
-    doc: str, kind: str, default: Settings, prepare: Callable[[Settings], Callable[[Settings], Maker]], look: curves.Look
+    doc: str,
+    kind: str,
+    default: Settings,
+    prepare: Callable[[Settings], Callable[[Settings], Maker]],
+    look: curves.Look,
 ) -> None:
     """The command line of an example on the CPU. prepare: makes what all arms share, and returns how each makes its trainer."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)

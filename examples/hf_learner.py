@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,22 @@ from vlm_cp.metrics import Metric, merge_metrics
 from vlm_cp.spec import TextSpec, VLMSpec
 
 
-def small_model(seed: int, tokenizer: Any) -> nn.Module:
-    """A Qwen3-VL of 450,000 random weights, the same on every call and rank."""
-    config = tiny_config("qwen3_vl", tokenizer, num_hidden_layers=2, initializer_range=0.05)
-    vision = config.vision_config
-    vision.depth, vision.hidden_size, vision.intermediate_size, vision.num_heads = 2, 64, 128, 4
-    vision.deepstack_visual_indexes, vision.initializer_range = [0], 0.05
+def small_model(
+    seed: int,
+    tokenizer: Any,
+    *,
+    dtype: torch.dtype = torch.float64,
+    tower: Mapping[str, Any] | None = None,
+    **text: Any,
+) -> Any:
+    """A Qwen3-VL of 450,000 random weights, the same on every call and rank; tower, text: other sizes of its two halves."""
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "deepstack_visual_indexes": [0]}
+    vision |= {"initializer_range": 0.05, **(tower or {})}
+    sizes = {"num_hidden_layers": 2, "initializer_range": 0.05, **text}
+    config = tiny_config("qwen3_vl", tokenizer, vision=vision, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.float64, attn_implementation="sdpa")
+        return Qwen3VLForConditionalGeneration._from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
 class HFLearner(Learner):
@@ -48,7 +55,9 @@ class HFLearner(Learner):
             alignment=Alignment(cp_size=group_size(group)),
             pad_token_id=processor.tokenizer.pad_token_id,
         )
-        super().__init__(collator, TextSpec.from_hf_config(model.config), capacity, cp_group=group, dp_group=None, dp_cp_group=group)
+        super().__init__(
+            collator, TextSpec.from_hf_config(model.config), capacity, cp_group=group, dp_group=None, dp_cp_group=group
+        )
         self.model: Any = model
         self.engine = HFEngine(model, spec=spec, cp_group=group)
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)

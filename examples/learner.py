@@ -84,11 +84,11 @@ class Learner(ABC):
         fn: Callable[[Tensor, PackedBatch], list[Tensor]],
         extras: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> list[Tensor]:
-        """What `fn` makes of every micro-batch's output, one tensor a sample, in the samples' order on every rank."""
-        own = [fn(self.output(batch), batch) for batch in self.pack(samples, extras)]
+        """What `fn` makes of every micro-batch's output, one tensor a sample on the CPU, in the samples' order on every rank."""
+        own = [[x.cpu() for x in fn(self.output(batch), batch)] for batch in self.pack(samples, extras)]
         parts: list[Any] = [own] * group_size(self.dp_group)
         if self.dp_group is not None:
-            dist.all_gather_object(parts, [[x.cpu() for x in outputs] for outputs in own], group=self.dp_group)
+            dist.all_gather_object(parts, own, group=self.dp_group)
         bins = self._bins(samples)
         return restore_order(bins, [parts[i % len(parts)][i // len(parts)] for i in range(len(bins))])
 

@@ -72,7 +72,7 @@ def token_rewards(response: Tensor, answer: Tensor) -> Tensor:
     """[n] float64: of each token, its share of the answer where it is the answer's token at this place; 1 in all if exact."""
     found = torch.zeros(len(response), dtype=torch.float64)
     n = min(len(response), len(answer))
-    found[:n] = (response[:n] == answer[:n]) / len(answer)
+    found[:n] = (response[:n] == answer[:n]).double() / len(answer)
     return found
 
 

@@ -33,7 +33,7 @@ LOOK = curves.Look(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(arms.Settings):
-    """One PPO run. warm_steps: of the SFT that all arms start from. clip: of ratios and of values.
+    """One PPO run. warm_steps, warm_batch_size: of the SFT that all arms start from. clip: of ratios and of values.
 
     epochs, minibatches: how often a step's samples are gone through, and in how many updates each time.
     """
@@ -46,6 +46,7 @@ class Settings(arms.Settings):
     warmup: int = 5
     validate_every: int = 20
     warm_steps: int = 250
+    warm_batch_size: int = 32
     critic_rate: float = 2.0  # times the policy's learning rate
     epochs: int = 1
     minibatches: int = 2
@@ -92,7 +93,10 @@ class Trainer(arms.Trainer):
         for _ in range(settings.epochs):
             for i in range(settings.minibatches):
                 part = every.part(i, settings.minibatches)
-                for name, learner, rate in (("policy", self.policy, step), ("critic", self.critic, step * settings.critic_rate)):
+                for name, learner, rate in (
+                    ("policy", self.policy, step),
+                    ("critic", self.critic, step * settings.critic_rate),
+                ):
                     found = learner.update(
                         learner.pack(part.samples, part.extras),
                         losses[name],
@@ -110,9 +114,7 @@ class Trainer(arms.Trainer):
         prompts, answers = zip(*map(ppo.split_answer, chosen), strict=True)
         turn_end = int(answers[0][-1])
         seed = settings.seed * 10**6 + self.step
-        responses = ppo.respond(
-            self.policy, prompts, turn_end=turn_end, max_tokens=settings.max_tokens, seed=seed
-        )
+        responses = ppo.respond(self.policy, prompts, turn_end=turn_end, max_tokens=settings.max_tokens, seed=seed)
         samples = [ppo.with_response(p, r) for p, r in zip(prompts, responses, strict=True)]
         rewards = [ppo.token_rewards(r, a) for r, a in zip(responses, answers, strict=True)]
         values = ppo.old_values(self.critic, samples)
@@ -124,7 +126,9 @@ class Trainer(arms.Trainer):
         extras = {
             "old_logprobs": ppo.old_logprobs(self.policy, samples),
             "old_values": values,
-            "advantages": [_padded((a - scale.mean()) / (scale.std() + 1e-8), s) for a, s in zip(advantages, samples, strict=True)],
+            "advantages": [
+                _padded((a - scale.mean()) / (scale.std() + 1e-8), s) for a, s in zip(advantages, samples, strict=True)
+            ],
             "returns": [_padded(a + v, s) for a, v, s in zip(advantages, own, samples, strict=True)],
             "sampled": [_padded(torch.ones_like(r), s).bool() for r, s in zip(rewards, samples, strict=True)],
         }
@@ -149,10 +153,20 @@ def _padded(x: Tensor, sample: EncodedSample) -> Tensor:
     return torch.cat([x.new_zeros(sample.length - len(x)), x])
 
 
+def warm_settings(settings: Settings) -> train_sft.Settings:
+    """Of the SFT that all arms start from."""
+    return replace(
+        train_sft.Settings(),
+        seed=settings.seed,
+        steps=settings.warm_steps,
+        batch_size=settings.warm_batch_size,
+        validate_every=settings.warm_steps,
+    )
+
+
 def warm_start(settings: Settings, data: train_sft.Data, processor: Any) -> dict[str, Tensor]:
-    """Weights after a short SFT, which all arms start from."""
-    sft = replace(train_sft.Settings(), seed=settings.seed, steps=settings.warm_steps, validate_every=settings.warm_steps)
-    trainer = train_sft.makers(data, processor)(sft)(None)
+    """Weights after that SFT."""
+    trainer = train_sft.makers(data, processor)(warm_settings(settings))(None)
     trainer.run(settings.warm_steps)
     return trainer.learner.model.state_dict()
 
@@ -178,6 +192,4 @@ def makers(settings: Settings, data: train_sft.Data, processor: Any) -> Any:
 
 
 if __name__ == "__main__":
-    arms.main(
-        __doc__ or "", "ppo", Settings(), lambda settings: makers(settings, *train_sft.load_data(settings)), LOOK
-    )
+    arms.main(__doc__ or "", "ppo", Settings(), lambda settings: makers(settings, *train_sft.load_data(settings)), LOOK)

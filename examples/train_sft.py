@@ -122,19 +122,25 @@ class Trainer(arms.Trainer):
         self.learner.load_state_dict(state)
 
 
+def load_processor() -> Any:
+    return build_processor("qwen3_vl")
+
+
 def load_data(settings: arms.Settings) -> tuple[Data, Any]:
     """The data and the processor."""
-    processor = build_processor("qwen3_vl")
+    processor = load_processor()
     spec = VLMSpec.from_hf_config(tiny_config("qwen3_vl", processor.tokenizer))
     return encode_all(settings, processor, spec), processor
 
 
 def makers(data: Data, processor: Any) -> Any:
     """How each arm makes its trainer."""
-    return lambda settings: lambda group: Trainer(
-        settings,
-        data,
-        HFLearner(small_model(settings.seed, processor.tokenizer), processor, settings.capacity, group),
+    return lambda settings: (
+        lambda group: Trainer(
+            settings,
+            data,
+            HFLearner(small_model(settings.seed, processor.tokenizer), processor, settings.capacity, group),
+        )
     )
 
 
