@@ -38,17 +38,17 @@ class Settings(arms.Settings):
     epochs, minibatches: how often a step's samples are gone through, and in how many updates each time.
     """
 
-    steps: int = 120
-    resume_at: int = 60
+    steps: int = 60
+    resume_at: int = 30
     batch_size: int = 64
     capacity: int = 4096
-    learning_rate: float = 1e-3
+    learning_rate: float = 4e-4
     warmup: int = 5
-    validate_every: int = 20
-    warm_steps: int = 250
+    validate_every: int = 10
+    warm_steps: int = 350
     warm_batch_size: int = 32
     critic_rate: float = 2.0  # times the policy's learning rate
-    epochs: int = 1
+    epochs: int = 2
     minibatches: int = 2
     clip: float = 0.2
     entropy_weight: float = 0.0
