@@ -1,69 +1,98 @@
-"""Draws the arms of a training run on one picture: losses on top of each other, their difference, answers learned."""
+"""Draws the arms of a training run on one picture: curves on top of each other, their difference, answers learned."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from typing import Any
 
 # Wide and light below, narrow and dark on top, so that equal curves are both seen.
 STYLES = {"cp1": ("#b9c7e8", 5.0), "cp2": ("#1f3b8f", 1.2), "cp1_other_micro_batches": ("#e08a1e", 0.8)}
+TASKS = (("count", "-"), ("read", "--"))
 
 
-def plot(results: Path, picture: Path) -> None:
-    """results: a JSON file of `train_sft.py`."""
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What is drawn of a run. panels: a row's keys -> axis labels. validated: the panel that validation points belong to."""
+
+    title: str
+    panels: Mapping[str, str]
+    validated: str | None = None
+
+
+def plot(results: Path, picture: Path, look: Look) -> None:
+    """results: a file as `arms.write_rows` writes it. Training needs no matplotlib, only this does."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     rows = json.loads(results.read_text())["rows"]
-    figure, (loss, gap, answers) = plt.subplots(
-        3, 1, figsize=(8, 9), sharex=True, height_ratios=(3, 1.2, 2), layout="constrained"
+    n = len(look.panels)
+    figure, axes = plt.subplots(
+        n + 2,
+        1,
+        figsize=(8, 5 + 3 * n - (n > 1) * n),
+        sharex=True,
+        height_ratios=(*[3] * n, 1.5, 2),
+        layout="constrained",
     )
-    first = rows[0]
-    for row in rows:
-        color, width = STYLES[row["arm"]]
-        steps = range(1, len(row["loss"]) + 1)
-        name = row["arm"].replace("_", " ").replace("cp", "CP=")
-        if row is not first:
-            apart = [abs(a - b) for a, b in zip(row["loss"], first["loss"], strict=True)]
-            gap.semilogy(steps, [max(x, 1e-17) for x in apart], color=color, linewidth=1, label=f"{name} against CP=1")
-        if row["arm"] not in ("cp1", "cp2"):
-            continue  # shown by its distance alone
-        loss.plot(steps, row["loss"], color=color, linewidth=width, label=f"{name} training")
-        checked = [point["step"] for point in row["validation"]]
-        loss.plot(
-            checked,
-            [point["loss"] for point in row["validation"]],
-            "o",
-            color=color,
-            markersize=9 if row is first else 4,
-            label=f"{name} validation",
-        )
-        for task, style in (("count", "-"), ("read", "--")):
-            exact = [100 * point[task] for point in row["validation"]]
-            answers.plot(checked, exact, style, color=color, linewidth=width, label=f"{name} {task}")
-    for axes in (loss, gap, answers):
-        axes.axvline(first["resumed_at"], color="0.6", linestyle=":", linewidth=1)
-        axes.legend(loc="best", fontsize=8)
-        axes.grid(alpha=0.2)
-    loss.annotate(
+    for panel, (key, label) in zip(axes, look.panels.items(), strict=False):
+        for row in rows:
+            if row["arm"] in ("cp1", "cp2"):  # the others are shown by their distance alone
+                draw_curve(panel, row, key, first=row is rows[0], validated=key == look.validated)
+        panel.set_ylabel(label)
+    draw_gaps(axes[n], rows, next(iter(look.panels)))
+    draw_answers(axes[n + 1], rows)
+    for panel in axes:
+        panel.axvline(rows[0]["resumed_at"], color="0.6", linestyle=":", linewidth=1)
+        panel.legend(loc="best", fontsize=8)
+        panel.grid(alpha=0.2)
+    axes[0].annotate(
         "checkpoint, new processes, resume",
-        (first["resumed_at"], loss.get_ylim()[1]),
+        (rows[0]["resumed_at"], axes[0].get_ylim()[1]),
         xytext=(4, -12),
         textcoords="offset points",
         fontsize=8,
         color="0.4",
     )
-    loss.set_ylabel("loss a token")
-    gap.set_ylabel("|difference|")
-    answers.set_ylabel("exact answers, %")
-    answers.set_xlabel("step")
-    figure.suptitle("Read the digits, count the shapes: a small Qwen3-VL from random weights", fontsize=11)
+    axes[-1].set_xlabel("step")
+    figure.suptitle(look.title, fontsize=11)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
 
-if __name__ == "__main__":
-    plot(Path(sys.argv[1]), Path(sys.argv[2]))
+def name_of(row: Mapping[str, Any]) -> str:
+    return row["arm"].replace("_", " ").replace("cp", "CP=")
+
+
+def draw_curve(panel: Any, row: Mapping[str, Any], key: str, *, first: bool, validated: bool) -> None:
+    color, width = STYLES[row["arm"]]
+    panel.plot(range(1, len(row[key]) + 1), row[key], color=color, linewidth=width, label=f"{name_of(row)} training")
+    if validated:
+        points = [(point["step"], point[key]) for point in row["validation"]]
+        label = f"{name_of(row)} validation"
+        panel.plot(*zip(*points, strict=True), "o", color=color, markersize=9 if first else 4, label=label)
+
+
+def draw_gaps(panel: Any, rows: list[dict[str, Any]], key: str) -> None:
+    """How far every arm is from the first one, step by step."""
+    for row in rows[1:]:
+        apart = [max(abs(a - b), 1e-17) for a, b in zip(row[key], rows[0][key], strict=False)]
+        color, _ = STYLES[row["arm"]]
+        label = f"{name_of(row)} against {name_of(rows[0])}"
+        panel.semilogy(range(1, len(apart) + 1), apart, color=color, linewidth=1, label=label)
+    panel.set_ylabel(f"|difference|\nof {key.replace('_', ' ')}")
+
+
+def draw_answers(panel: Any, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if row["arm"] in ("cp1", "cp2"):
+            color, width = STYLES[row["arm"]]
+            steps = [point["step"] for point in row["validation"]]
+            for task, style in TASKS:
+                right = [100 * point[task] for point in row["validation"]]
+                panel.plot(steps, right, style, color=color, linewidth=width, label=f"{name_of(row)} {task}")
+    panel.set_ylabel("exact answers, %")

@@ -90,6 +90,7 @@ from megatron.core.extensions import transformer_engine_spec_provider as te_spec
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variant_specs
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.vision import vit_layer_specs
+from megatron.core.optimizer import optimizer as mcore_optimizer
 from megatron.core.ssm.gated_delta_net import common as gdn_common
 from megatron.core.ssm.gated_delta_net import gdn
 from megatron.core.tensor_parallel import random as mcore_random
@@ -215,6 +216,7 @@ def use_cpu() -> None:
     torch._dynamo.config.disable = True  # megatron-core compiles small functions
     _replace_cuda()
     _replace_transformer_engine()
+    mcore_optimizer.clip_grad_by_total_norm_fp32 = _clip
     gdn_common.HAVE_FLA = True
     gdn_common.l2norm = lambda x, eps=1e-6: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, gated_delta_rule
@@ -233,6 +235,13 @@ def _replace_cuda() -> None:
     torch.utils._device._device_constructors()  # remembers the functions below as they are, for `with torch.device(...)`
     for name in ("zeros", "empty", "tensor", "ones"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _clip(parameters: list[Tensor], max_norm: float, total_norm: float, *_: Any, **__: Any) -> None:
+    """Megatron's asserts CUDA tensors."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(min(1.0, max_norm / (total_norm + 1e-6)))
 
 
 def _on_cpu(factory: Any) -> Any:

@@ -17,36 +17,68 @@ def examples_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
 
+FEW = {"batch_size": 5, "capacity": 600, "train_samples": 12, "validation_samples": 4, "validate_every": 2}
+LOSSES = {"sft": ("loss",), "ppo": ("policy_loss", "critic_loss")}
+TASKS = pytest.mark.parametrize("task", LOSSES)
+
+
 @cache
-def arm(cp: int, resume_at: int = 2) -> dict[str, Any]:
+def arm(task: str, cp: int, resume_at: int = 2) -> dict[str, Any]:
+    import arms
+    import train_ppo
     import train_sft
 
-    settings = train_sft.Settings(
-        steps=4,
-        resume_at=resume_at,
-        batch_size=5,
-        capacity=600,
-        train_samples=12,
-        validation_samples=4,
-        validate_every=2,
-    )
-    return train_sft.train_arm(f"cp{cp}", cp, settings, *train_sft.prepare(settings))
+    if task == "sft":
+        settings = train_sft.Settings(**FEW, steps=4, resume_at=resume_at)
+        make = train_sft.makers(*train_sft.load_data(settings))
+    else:
+        settings = train_ppo.Settings(**FEW, steps=4, resume_at=resume_at, warm_steps=2, warm_batch_size=4)
+        make = train_ppo.makers(settings, *train_sft.load_data(settings))
+    return arms.train_arm(f"cp{cp}", cp, settings, make(settings))
 
 
-def test_training_is_the_same_at_cp_1_and_2() -> None:
-    alone, parallel = arm(1), arm(2)
-    assert alone["loss"][-1] < alone["loss"][0]
-    assert parallel["loss"] == pytest.approx(alone["loss"], rel=1e-12)
-    assert parallel["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-12)
+@TASKS
+def test_training_is_the_same_at_cp_1_and_2(task: str) -> None:
+    alone, parallel = arm(task, 1), arm(task, 2)
+    curves = [key for key, value in alone.items() if isinstance(value, list) and key != "validation"]
+    assert {*LOSSES[task]} < {*curves}
+    for key in curves:
+        assert len(alone[key]) == 4
+        assert parallel[key] == pytest.approx(alone[key], rel=1e-12, abs=1e-13), key
     for here, there in zip(parallel["validation"], alone["validation"], strict=True):
         assert here == pytest.approx(there, rel=1e-12)
 
 
-def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit() -> None:
-    interrupted, whole = arm(2), arm(2, resume_at=4)
-    for key in ("loss", "grad_norm", "validation"):
+@TASKS
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(task: str) -> None:
+    interrupted, whole = arm(task, 2), arm(task, 2, resume_at=4)
+    for key in (*LOSSES[task], "validation"):
         assert interrupted[key] == whole[key]
     assert interrupted["resumed_at"] == 2
+
+
+def test_advantages_are_those_of_the_definition() -> None:
+    """GAE: sum over k of (gamma lambda)^k times the temporal-difference error k tokens later (Schulman et al. 2016, eq. 16)."""
+    import ppo
+    import torch
+
+    rewards, values = torch.tensor([0.0, 1.0, 10.0]).double(), torch.tensor([2.0, 0.5, 4.0]).double()
+    gamma, lam = 0.9, 0.8
+    after = [*values.tolist()[1:], 0.0]
+    errors = [float(r) + gamma * v2 - float(v) for r, v, v2 in zip(rewards, values, after, strict=True)]
+    expected = [sum((gamma * lam) ** k * e for k, e in enumerate(errors[t:])) for t in range(3)]
+    found = ppo.advantages_of(rewards, values, gamma=gamma, lam=lam)
+    assert found.tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_right_answer_is_worth_one_and_every_token_its_share() -> None:
+    import ppo
+    import torch
+
+    answer = torch.tensor([5, 6, 9])
+    assert ppo.token_rewards(answer, answer).sum() == 1
+    assert ppo.token_rewards(torch.tensor([5, 9]), answer).tolist() == pytest.approx([1 / 3, 0])
+    assert ppo.token_rewards(torch.tensor([6, 5, 9]), answer).tolist() == pytest.approx([0, 0, 1 / 3])
 
 
 def test_a_picture_is_its_number() -> None:
@@ -83,12 +115,15 @@ def test_the_committed_run_learned_the_task_with_equal_curves(path: Path) -> Non
     assert max(parallel[:300]) < 10 * max(reordered[:300])
 
 
-def test_the_curves_are_drawn(tmp_path: Path) -> None:
+@TASKS
+def test_the_curves_are_drawn(task: str, tmp_path: Path) -> None:
     import curves
+    import train_ppo
+    import train_sft
     from PIL import Image
 
-    data = tmp_path / "sft.json"
-    data.write_text(json.dumps({"rows": [arm(1), arm(2)]}))
-    curves.plot(data, tmp_path / "sft.png")
-    with Image.open(tmp_path / "sft.png") as image:
+    data = tmp_path / "curves.json"
+    data.write_text(json.dumps({"rows": [arm(task, 1), arm(task, 2)]}))
+    curves.plot(data, tmp_path / "curves.png", {"sft": train_sft.LOOK, "ppo": train_ppo.LOOK}[task])
+    with Image.open(tmp_path / "curves.png") as image:
         assert image.width > 800
