@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.cases import SHAPES, Grid, hf_config, pack, square
 from benchmarks.results_file import KEYS, ResultsFile
-from benchmarks.timing import measure
+from benchmarks.timing import beside, measure
 from vlm_cp.alignment import Alignment
 from vlm_cp.batch import PackedBatch
 from vlm_cp.engines.packed_params import packed_seq_params
@@ -86,11 +86,7 @@ def case(tokens: int, samples: int, grids: list[Grid], *, device: str, rounds: i
         if not torch.equal(run(), truth):
             return [{**row, "arm": name, "refused": "positions differ from vlm_cp's"}]
     found = measure(arms, rounds=rounds, warmup=1)
-    ours = found["vlm_cp"]
-    return [
-        {**row, "arm": name, **x, "vlm_cp_is_faster": round(x["min_ms"] / ours["min_ms"], 1)}
-        for name, x in found.items()
-    ]
+    return [{**row, **x} for x in beside(found, device)]
 
 
 def main(arguments: list[str]) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.peers import Ranks
 from benchmarks.results_file import KEYS, ResultsFile
-from benchmarks.timing import measure
+from benchmarks.timing import beside, measure
 from vlm_cp.alignment import Alignment
 from vlm_cp.batch import postprocess_packed_seqs, preprocess_packed_seqs
 from vlm_cp.engines.packed_params import packed_seq_params
@@ -106,8 +106,7 @@ def case(args: argparse.Namespace, part: str, samples: int, width: int, device: 
         if not torch.equal(run(), truth):
             return [{**row, "arm": name, "refused": "the result differs from vlm_cp's"}]
     found = measure(arms, rounds=args.rounds, warmup=3)
-    ours = found["vlm_cp"]["min_ms"]
-    return [{**row, "arm": name, **x, "vlm_cp_is_faster": round(x["min_ms"] / ours, 2)} for name, x in found.items()]
+    return [{**row, **x} for x in beside(found, device.type)]
 
 
 def main(arguments: list[str]) -> int:

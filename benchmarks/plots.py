@@ -49,10 +49,10 @@ STEP = Plot(
 )
 PLOTS = {
     "mrope": Plot(
-        "Three-axis positions of one packed batch", "min_ms", "{tokens} tokens\n{media} media", "fastest round"
+        "Three-axis positions of one packed batch", "best_ms", "{tokens} tokens\n{media} media", "fastest round"
     ),
     "pack": Plot(
-        "Rows to a packed stream and back", "min_ms", "{samples} rows\nof {width}", "fastest round", panels="part"
+        "Rows to a packed stream and back", "best_ms", "{samples} rows\nof {width}", "fastest round", panels="part"
     ),
     "logprobs": Plot("Log-probabilities of the next token", "ms", "{tokens} tokens", panels="part"),
     "step": STEP,

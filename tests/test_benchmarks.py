@@ -111,3 +111,15 @@ def test_a_file_of_another_version_is_refused(benchmark_modules, peer):
     message = "peer.py must define pack_sequences, unpack, got another version of it; nothing could be compared"
     with pytest.raises(ValueError, match=f"^{message}$"):
         peers.load(peer, ["preprocess_packed_seqs", "pack_sequences", "unpack"], ranks)
+
+
+def test_arms_are_compared_by_the_threads_own_time_on_a_cpu():
+    from benchmarks.timing import beside, summary
+
+    found = {"vlm_cp": summary([(2.0, 2.0, 1.0, 0), (9.0, 9.0, 2.0, 0)]), "peer": summary([(3.0, 3.0, 3.0, 0)])}
+    assert [(x["arm"], x["best_ms"], x["vlm_cp_is_faster"]) for x in beside(found, "cpu")] == [
+        ("vlm_cp", 1.0, 1.0),
+        ("peer", 3.0, 3.0),
+    ]
+    assert [(x["best_ms"], x["vlm_cp_is_faster"]) for x in beside(found, "cuda")] == [(2.0, 1.0), (3.0, 1.5)]
+    assert found["vlm_cp"]["ms"] == 5.5
