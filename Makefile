@@ -30,7 +30,7 @@ check: $(VENV)/.check ## format, lint, types and import arrows
 
 gpu: ## parity rows and tests on 2 GPUs; GPU_PYTHON must have Transformer Engine (vlm-cp doctor --engine bridge)
 	$(GPU_PYTHON) tests/gpu/run.py
-	PYTHONPATH=.:hooks:tests $(GPU_PYTHON) -m pytest -q tests/gpu --ignore tests/gpu/test_parity.py
+	PYTHONPATH=.:hooks:tests $(GPU_PYTHON) -m pytest -q -W default tests/gpu --ignore tests/gpu/test_parity.py
 
 bench: $(VENV)/.test ## what can be measured without a GPU; writes benchmarks/results
 	$(BIN)/python -m benchmarks.parity

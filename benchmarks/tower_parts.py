@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.tower_oracle import rotate
 from vlm_cp.cut_attention import attend_frames
 from vlm_cp.engines.bridge_tower import _narrow, _seq_params
-from vlm_cp.engines.rotary import rotated, split_and_rotated
+from vlm_cp.engines.rotary import rotated
 from vlm_cp.tower import PositionTables, rotary_angles
 from vlm_cp.vision_layout import Runs
 
@@ -107,35 +107,6 @@ def rotary(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str,
         (gradient,) = torch.autograd.grad(out, mixed, full)
         errors[name] = (_error(out[few], truth.detach()), _error(gradient[few, :, :width], true_gradient))
     return _both(arms, [mixed]), {"errors_value_gradient": errors}
-
-
-def split_and_rotary(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str, Any]]:
-    """From the fused projection to query, key and value as attention takes them, joined again so that each has a gradient."""
-    tower, layout = profile.towers["stock"], _layout(profile, grids)
-    config, patches = tower.config, len(pixels)
-    heads, width = config.num_attention_heads, config.kv_channels
-    mixed = torch.randn(patches, heads, 3 * width, device=profile.device, dtype=profile.dtype).requires_grad_()
-    table = rotary_angles(tower.rotary_pos_emb(int(grids[:, 1:].max())), layout)[:, None, None]
-
-    def by(rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        query, key, value = mixed.split(width, -1)
-        return torch.stack([rotate(query), rotate(key), value.contiguous()])
-
-    arms: Arms = {
-        "stock": lambda: by(
-            lambda x: apply_rotary_pos_emb_absolute(x, table, config=config, cu_seqlens=layout.own.cu_q)
-        ),
-        "three_kernels": lambda: by(lambda x: rotated(x, table)),
-        "one_kernel": lambda: torch.stack(split_and_rotated(mixed, table)),
-    }
-    weight = torch.randn(3, patches, heads, width, device=profile.device, dtype=profile.dtype)
-    found = {name: run() for name, run in arms.items()}
-    gradients = {name: torch.autograd.grad(out, mixed, weight)[0] for name, out in found.items()}
-    errors = {
-        name: (_error(x, found["stock"].detach().double()), _error(gradients[name], gradients["stock"].double()))
-        for name, x in found.items()
-    }
-    return _both(arms, [mixed]), {"against_stock_value_gradient": errors}
 
 
 def text_rotary(profile: Any, pixels: Tensor, grids: Tensor) -> tuple[Arms, dict[str, Any]]:
@@ -288,7 +259,6 @@ PARTS = {
     "position_embedding": position_embedding,
     "angles": angles,
     "rotary": rotary,
-    "split_and_rotary": split_and_rotary,
     "text_rotary": text_rotary,
     "patch_embedding": patch_embedding,
     "attention": attention,

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.transformer import attention as mcore_attention
 from torch import Tensor
 
-from vlm_cp.engines.rotary import _rotated_plainly, rotated, split_and_rotated
+from vlm_cp.engines.rotary import _rotated_plainly, rotated
 
 Errors = dict[str, tuple[float, float]]
 
@@ -34,28 +33,17 @@ def kernel_errors(rank: int, device: str = "cuda") -> dict[str, Errors]:
     """case -> (error of what is used on this device, error of plain torch) against float64, of "value" and "gradient"."""
     if device == "cuda":
         assert rope_utils.fused_apply_rotary_pos_emb is not None
-        assert mcore_attention.HAVE_FUSED_QKV_ROPE
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(100, 4, 3 * 64, generator=generator).bfloat16().to(device)
-    weights = torch.randn(3, 100, 4, 64, generator=generator).bfloat16().to(device)
+    weight = torch.randn(100, 4, 64, generator=generator).bfloat16().to(device)
     found: dict[str, Errors] = {}
     for name, width in (("whole-head", 64), ("partial", 24)):
         angles = table(100, width).to(device)
         strided = mixed[..., 64:128]
-        truth = with_gradient(lambda x, a=angles: _rotated_plainly(x, a.double()[:, 0]), strided.double(), weights[0])
-        own = with_gradient(lambda x, a=angles: rotated(x, a), strided, weights[0])
-        plain = with_gradient(lambda x, a=angles: _rotated_plainly(x, a[:, 0]), strided, weights[0])
+        truth = with_gradient(lambda x, a=angles: _rotated_plainly(x, a.double()[:, 0]), strided.double(), weight)
+        own = with_gradient(lambda x, a=angles: rotated(x, a), strided, weight)
+        plain = with_gradient(lambda x, a=angles: _rotated_plainly(x, a[:, 0]), strided, weight)
         found[name] = _errors(own, plain, truth)
-    angles = table(100, 64).to(device)
-
-    def apart(x: Tensor) -> Tensor:
-        query, key, value = x.split(64, -1)
-        turn = angles[:, 0].to(torch.promote_types(x.dtype, torch.float32))
-        return torch.stack([_rotated_plainly(query, turn), _rotated_plainly(key, turn), value])
-
-    truth = with_gradient(apart, mixed.double(), weights)
-    own = with_gradient(lambda x: torch.stack(split_and_rotated(x, angles)), mixed, weights)
-    found["split"] = _errors(own, with_gradient(apart, mixed, weights), truth)
     return found
 
 

@@ -18,7 +18,7 @@ from test_bridge_parity import LOGPROB, RECOMPUTE, check, run_of
 from torch import Tensor
 from vlm_cp_hooks import fuse_text_rotary, keep_deepstack_gradients, keep_default_loss_scaling, shard_vision_over_cp
 
-from vlm_cp.engines.rotary import RotarySeqParams, rotated, split_and_rotated
+from vlm_cp.engines.rotary import RotarySeqParams, rotated
 
 OTHERS = (keep_default_loss_scaling, keep_deepstack_gradients)
 OURS = (*OTHERS, fuse_text_rotary)
@@ -46,22 +46,6 @@ def test_no_further_from_float64_than_stock(width: int) -> None:
     for true, own, other in zip(truth, ours, theirs, strict=True):
         assert (own - true).norm() < 0.9 * (other - true).norm()
     assert torch.equal(ours[0], with_gradient(lambda y: stock(y, angles, in_fp32=True), x, weight)[0])
-
-
-def test_split_and_rotated() -> None:
-    """The same as Bridge's split, and rotation of the strided pieces; value untouched; gradients into one projection."""
-    generator = torch.Generator().manual_seed(0)
-    mixed = torch.randn(30, 4, 3 * 16, generator=generator, dtype=torch.float64)
-    weights = torch.randn(3, 30, 4, 16, generator=generator, dtype=torch.float64)
-    angles = table(30, 16, torch.float64)
-
-    def apart(x: Tensor) -> Tensor:
-        query, key, value = x.split(16, -1)
-        return torch.stack([stock(query, angles), stock(key, angles), value])
-
-    found = with_gradient(lambda x: torch.stack(split_and_rotated(x, angles)), mixed, weights)
-    for own, other in zip(found, with_gradient(apart, mixed, weights), strict=True):
-        assert torch.equal(own, other)
 
 
 def test_what_the_gpu_test_measures_is_equal_here() -> None:

@@ -18,13 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlm_cp import comm
 from vlm_cp.cut_attention import cut_attention
-from vlm_cp.engines.rotary import UnsplitSelfAttention, mix_in, split_and_rotated
+from vlm_cp.engines.rotary import mix_in, rotated
 from vlm_cp.spec import VLMSpec
 from vlm_cp.tower import PositionTables, rotary_angles
 from vlm_cp.vision import MIN_PATCHES, assign_vision
@@ -38,8 +37,7 @@ class TowerOptions:
     """What is changed in a tower.
 
     share: deal the work over the CP ranks, from min_patches patches in a batch (`vlm_cp.vision.assign_vision`).
-    fuse: projections are split and rotated by one kernel of Transformer Engine (`vlm_cp.engines.rotary`), and Megatron's
-    fused bias + GELU and bias + residual are on.
+    fuse: Transformer Engine's rotary kernel (`vlm_cp.engines.rotary`), and Megatron's fused bias + GELU and bias + residual.
     """
 
     share: bool = True
@@ -187,13 +185,13 @@ class FrameAttention:
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """query, key, value [n, H, D] of the local stream -> [n, H * D]; with angles to rotate by, query is all three, [n, H, 3 D]."""
+        """query, key, value [n, H, D] of the local stream -> [n, H * D]."""
         stock = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         params = packed_seq_params
         if not isinstance(params, VisionSeqParams):
             return stock(query, key, value, attention_mask, *args, packed_seq_params=params, **kwargs)
         if params.angles is not None:
-            query, key, value = split_and_rotated(query, params.angles)
+            query, key = (rotated(x, params.angles) for x in (query, key))
         layout, narrow = params.layout, params.work.narrow_attention
 
         def frames(q: Tensor, k: Tensor, v: Tensor, runs: Runs, attend: Any = stock) -> Tensor:
@@ -225,24 +223,13 @@ def prepare_tower(model: Any, options: TowerOptions, cache: FeatureCache) -> boo
         narrow_attention=_narrow(attentions[0], config, comm.group_size(group), tower) if divides else None,
     )
     if options.fuse:
-        _check_unnormed(tower)
         config.bias_activation_fusion = config.bias_dropout_fusion = True
         for layer in tower.decoder.layers:
             layer.mlp.activation_func = F.gelu  # by which Megatron picks its fused kernel; that one is the tanh form
-            mix_in(layer.self_attention, UnsplitSelfAttention)
     for attention in attentions:
         mix_in(attention, FrameAttention)
     mix_in(tower, HostGridTower)
     return True
-
-
-def _check_unnormed(tower: Any) -> None:
-    norms = {type(layer.self_attention.q_layernorm) for layer in tower.decoder.layers} - {type(None), IdentityOp}
-    if norms:
-        raise ValueError(
-            f"a tower with fuse=True must not normalise queries and keys, got {norms.pop().__name__}; "
-            "they would be rotated without it"
-        )
 
 
 def _narrow(attention: Any, config: Any, size: int, tower: Any) -> Any:

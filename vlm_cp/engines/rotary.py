@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import attention as mcore_attention
 from torch import Tensor
 
 _INT32 = 2**31  # Transformer Engine's kernels count elements in an int
@@ -28,20 +27,6 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     if kernel is None or not _countable(x):
         return _rotated_plainly(x, angles[:, 0])
     return kernel(x[:, None], angles)[:, 0]
-
-
-def split_and_rotated(mixed: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed [n, H, 3 D], a head's query, key and value side by side -> (query, key, value) [n, H, D], the first two rotated.
-
-    angles: [n, 1, 1, D]. One kernel, which also gives each result memory of its own, as attention wants it.
-    """
-    width = angles.size(-1)
-    if not mcore_attention.HAVE_FUSED_QKV_ROPE or not _countable(mixed):
-        query, key, value = mixed.split(width, -1)
-        return rotated(query, angles), rotated(key, angles), value
-    kernel: Any = mcore_attention.apply_fused_qkv_rotary_pos_emb
-    query, key, value = kernel(mixed[:, None], angles, angles, [width] * 3)
-    return query[:, 0], key[:, 0], value[:, 0]
 
 
 def _countable(x: Tensor) -> bool:
@@ -112,16 +97,6 @@ class RotatingAttention:
             query, key = (rotated(x, params.angles) for x in (query, key))
             params = params.own
         return stock(query, key, value, attention_mask, *args, packed_seq_params=params, **kwargs)
-
-
-class UnsplitSelfAttention:
-    """Mixed into the tower's self-attention: its core attention gets the projection as it is, to split and rotate at once."""
-
-    def get_query_key_value_tensors(self: Any, *args: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The projection [n, 1, H, 3 D], in the place of each of query, key and value."""
-        unsplit = super().get_query_key_value_tensors  # pyright: ignore[reportAttributeAccessIssue]
-        mixed, _ = unsplit(*args, split_qkv=False)
-        return mixed, mixed, mixed
 
 
 def mix_in(module: Any, mixin: type) -> None:
