@@ -1,6 +1,7 @@
 """Case d, packing: padded rows -> this rank's part of the packed stream, and values back to rows, against other frameworks.
 
     python -m benchmarks.run --case pack --skyrl-pack FILE --verl-pack FILE --nemo-rl-pack FILE [--device cuda]
+        --nemo-rl-logprobs FILE --peer-versions skyrl=COMMIT,verl=COMMIT,nemo_rl=COMMIT
 
 FILE is that project's own file (benchmarks/peers.py says which); without one the peer is left out. Rows hold S/4 to S tokens,
 padded on the right, for CP=2 and TP=2 with sequence parallelism, on rank 0. Packing includes what the model's call needs of
