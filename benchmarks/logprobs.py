@@ -235,9 +235,9 @@ class Case:
             for name, arm in arms.items():
                 self.prepare()
                 held = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-                ms, host, peak = once(partial(run, arm))
+                ms, host, cpu, peak = once(partial(run, arm))
                 if number >= 0:
-                    samples[name].append((ms, host, peak - held))
+                    samples[name].append((ms, host, cpu, peak - held))
         found: dict[str, dict[str, Any]] = {}
         for name, taken in samples.items():
             row = summary(taken)

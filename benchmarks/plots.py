@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.results_file import RESULTS, Row
 
-OWN, OTHERS = ("#1f4e9c", "#6f9bd8", "#a9c6ee"), ("#c8c8c8", "#9a9a9a", "#e0b070", "#c98b5a", "#8a8a6a", "#b5a0c0")
+OWN, OTHERS = (
+    ("#1f4e9c", "#6f9bd8", "#a9c6ee"),
+    ("#c8c8c8", "#9a9a9a", "#e0b070", "#c98b5a", "#8a8a6a", "#b5a0c0", "#7fb08a", "#d7a6a6"),
+)
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,12 @@ def figure(content: Mapping[str, Any], plot: Plot, *, hardware: str, date: str) 
     handles = [axes.bar(0, 0, color=paint[arm], label=arm) for arm in order]
     title = f"{plot.title}: ms, {plot.statistic}, and how many times the best blue bar"
     names = {"title": title, "title_fontsize": 11.5, "alignment": "left", "frameon": False, "fontsize": 9}
-    picture.legend(handles=handles, loc="outside upper left", ncols=min(6, len(order)), **names)
+    picture.legend(
+        handles=handles, loc="outside upper left", ncols=min(4 if len(order) > 6 else 6, len(order)), **names
+    )
     used = ", ".join(f"{name} {version}" for name, version in content["versions"].items() if name != "python")
-    picture.supxlabel(f"{hardware}, {date}. {used}", fontsize=6.5, color="#555555", x=0.01, ha="left")
+    about = textwrap.fill(f"{hardware}, {date}. {used}", int(17 * size[0]))
+    picture.supxlabel(about, fontsize=6.5, color="#555555", x=0.01, ha="left")
     return picture
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 ELEMENTS = 4096  # kept of a parameter's gradient, evenly spread
 
-# Largest differences from stock CP=1 in bf16: kernels that round elsewhere, over 28 layers of text and 24 of vision. Rows that
-# are placed wrongly, or a gradient that is lost, change losses by 0.1 and more and gradients by their own size.
+# Largest differences from stock CP=1 in bf16. 28 random layers amplify rounding: stock CP=1 with another attention kernel is
+# already 2.3e-2 off in losses and 0.043 in the worst gradient (benchmarks/results/parity_2xh200_2026-11-30.json, qwen3_vl_2b
+# floor-kernel), of which 1.2 and 2 times are allowed. Rows that are placed wrongly, or a gradient that is lost, change losses
+# by 0.1 and more and gradients by their own size.
 TOLERANCE = {
-    "cuda": {"loss_mean_abs": 5e-3, "grad_norm": 1e-2, "grad_worst": 0.3},
+    "cuda": {"loss_mean_abs": 2.7e-2, "grad_norm": 2e-3, "grad_worst": 0.09},
     "cpu": {"loss_mean_abs": 1e-5, "grad_norm": 1e-5, "grad_worst": 1e-4},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -134,16 +135,21 @@ def arms_of(settings: Settings) -> dict[str, tuple[int, Settings]]:
 
 
 def write_rows(
-    path: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str], command: str, look: curves.Look
+    path: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str], how: str, look: curves.Look
 ) -> None:
     """Adds rows to the results file, those of other arms in it stay, and draws it."""
     known = {row["arm"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
-    known |= {row["arm"]: {**row, "command": command} for row in rows}
+    known |= {row["arm"]: {**row, "command": how} for row in rows}
     ordered = [known[name] for name in names if name in known]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"versions": versions(), "command": command, "rows": ordered}) + "\n")
+    path.write_text(json.dumps({"versions": versions(), "command": how, "rows": ordered}) + "\n")
     curves.plot(path, path.with_suffix(".png"), look)
     print(f"wrote {path} and {path.with_suffix('.png')}")
+
+
+def command(*program: str) -> str:
+    """How this was called, without a path of this machine."""
+    return shlex.join([*program, *(Path(x).name if os.path.isabs(x) else x for x in sys.argv)])
 
 
 def results_path(out: Path, kind: str, hardware: str) -> Path:
@@ -169,8 +175,8 @@ def main(
     torch.set_num_threads(1)  # before any operation, since ranks are forked
     settings = replace(default, steps=options.steps, resume_at=options.steps // 2)
     make = prepare(settings)
-    path, command = results_path(options.out, kind, "cpu"), shlex.join(["python", *sys.argv])
+    path = results_path(options.out, kind, "cpu")
     for name in options.arms:
         print(name)
         cp, own = arms_of(settings)[name]
-        write_rows(path, [train_arm(name, cp, own, make(own))], names, command, look)
+        write_rows(path, [train_arm(name, cp, own, make(own))], names, command("python"), look)

@@ -44,14 +44,16 @@ def plot(results: Path, picture: Path, look: Look) -> None:
             if row["arm"] in ("cp1", "cp2"):  # the others are shown by their distance alone
                 draw_curve(panel, row, key, first=row is rows[0], validated=key == look.validated)
         panel.set_ylabel(label)
-    draw_gaps(axes[n], rows, next(iter(look.panels)))
+    if len(rows) > 1:
+        draw_gaps(axes[n], rows, next(iter(look.panels)))
     draw_answers(axes[n + 1], rows)
     for panel in axes:
         panel.axvline(rows[0]["resumed_at"], color="0.6", linestyle=":", linewidth=1)
-        panel.legend(loc="best", fontsize=8)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(loc="best", fontsize=8)
         panel.grid(alpha=0.2)
     axes[0].annotate(
-        "checkpoint, new processes, resume",
+        "checkpoint, resume",
         (rows[0]["resumed_at"], axes[0].get_ylim()[1]),
         xytext=(4, -12),
         textcoords="offset points",

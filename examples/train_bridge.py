@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -122,7 +121,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
         path = arms.results_path(options.out, f"{options.task}_bridge", f"{ranks}x{gpu}")
-        arms.write_rows(path, rows, list(names), shlex.join(["torchrun", f"--nproc_per_node={ranks}", *sys.argv]), look)
+        arms.write_rows(path, rows, list(names), arms.command("torchrun", "--nproc_per_node", str(ranks)), look)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # process groups of destroyed layouts may wait for each other in their destructors

@@ -93,7 +93,7 @@ def test_a_picture_is_its_number() -> None:
 
 
 def results() -> list[Path]:
-    return sorted((ROOT / "examples" / "results").glob("sft_*.json"))
+    return sorted((ROOT / "examples" / "results").glob("sft_cpu_*.json"))
 
 
 @pytest.mark.parametrize("path", results(), ids=lambda path: path.stem)
