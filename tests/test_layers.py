@@ -12,7 +12,7 @@ PACKAGE = ROOT / "vlm_cp"
 
 # A module may import only what stands before it. Packages count as one.
 ORDER = (
-    "alignment spec comm launch plan media batch cost packing mrope vision vision_layout cut_attention tower attention "
+    "alignment spec comm row_mask launch plan media batch cost packing mrope vision vision_layout cut_attention tower attention "
     "vocab_parallel logprobs values loss_contract losses metrics chat collate families engines demo subject trace parity "
     "bridge_parity report budget doctor cli"
 ).split()

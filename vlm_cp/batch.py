@@ -19,6 +19,7 @@ from torch import Tensor
 from vlm_cp.alignment import Alignment
 from vlm_cp.media import MediaTable
 from vlm_cp.plan import SequencePlan
+from vlm_cp.row_mask import row_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,15 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         total = self.plan.total_tokens
-        named = {"input_ids": self.input_ids, "labels": self.labels, "loss_mask": self.loss_mask, **self.token_extras}
-        for name, x in named.items():
+        own = {"input_ids": self.input_ids, "labels": self.labels, "loss_mask": self.loss_mask}
+        for name, x in own.items():
+            if tuple(x.shape) != (1, total):
+                raise ValueError(
+                    f"{name} must have shape [1, T = {total}], got {tuple(x.shape)}; it would be cut at other tokens"
+                )
+        _check_ids("input_ids", self.input_ids)
+        _check_ids("labels", self.labels)
+        for name, x in self.token_extras.items():
             if tuple(x.shape[:2]) != (1, total):
                 raise ValueError(
                     f"{name} must have shape [1, T = {total}, ...], got {tuple(x.shape)}; it would be cut at other tokens"
@@ -60,12 +68,17 @@ class PackedBatch:
                 "models with mRoPE ignore other ranks of positions and recompute their own on the shard"
             )
         for name, x in self.sample_extras.items():
-            if len(x) != len(self.plan.lengths):
+            entries = len(x) if x.ndim else "a scalar"
+            if entries != len(self.plan.lengths):
                 raise ValueError(
-                    f"{name} must have one entry a sample, {len(self.plan.lengths)} in all, got {len(x)}; samples would be mixed up"
+                    f"{name} must have one entry a sample, {len(self.plan.lengths)} in all, got {entries}; samples would be mixed up"
                 )
-        _check_patches("pixel_values", self.pixel_values, self.media.grids[: self.media.num_images])
-        _check_patches("pixel_values_videos", self.pixel_values_videos, self.media.grids[self.media.num_images :])
+        _check_media(self.media, total)
+        images, videos = self.media.grids.tensor_split([self.media.num_images])
+        _check_grids("image_grid_thw", self.image_grid_thw, images)
+        _check_grids("video_grid_thw", self.video_grid_thw, videos)
+        _check_patches("pixel_values", self.pixel_values, images)
+        _check_patches("pixel_values_videos", self.pixel_values_videos, videos)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on `device`, copied asynchronously; the plan and the media table move with it."""
@@ -167,6 +180,12 @@ def preprocess_packed_seqs(
             f"cp_rank must be given to shard at cp_size {alignment.cp_size}, got None; "
             "every rank would train on rank 0's tokens. Pass shard_for_cp=False for the full stream"
         )
+    if cp_rank is not None and not 0 <= cp_rank < alignment.cp_size:
+        raise ValueError(
+            f"cp_rank must lie in [0, {alignment.cp_size}), the alignment's cp_size, got {cp_rank}; "
+            "an alignment of another layout would give every rank the same tokens"
+        )
+    _check_ids("input_ids", input_ids)
     if input_ids.is_nested:
         plan, stream = _pack_nested(input_ids, attention_mask, alignment, pad_token_id)
         return (plan.shard(stream, cp_rank or 0) if shard_for_cp else stream)[None], plan
@@ -175,7 +194,12 @@ def preprocess_packed_seqs(
         raise ValueError(
             f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}, got {found}; padding would be packed as text"
         )
-    mask = attention_mask.bool()
+    mask = row_mask(attention_mask)
+    if mask.device != input_ids.device:
+        raise ValueError(
+            f"attention_mask must be on input_ids' device {input_ids.device}, got {mask.device}; move both before packing"
+        )
+    _check_row_arguments(sub_seq_lengths, row_multiple)
     lengths = mask.sum(1) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
     plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
     if sub_seq_lengths is not None:
@@ -227,6 +251,27 @@ def _pack_nested(nested: Tensor, mask: Tensor | None, alignment: Alignment, pad:
     return plan, plan.pack(samples, pad)
 
 
+def _check_row_arguments(sub_seq_lengths: Sequence[Any] | None, row_multiple: int | None) -> None:
+    if row_multiple is not None and (sub_seq_lengths is None or row_multiple < 1):
+        raise ValueError(
+            f"row_multiple must be at least 1 and come with sub_seq_lengths, got {row_multiple}"
+            f"{' alone' if sub_seq_lengths is None else ''}; samples would be looked for at other columns"
+        )
+    for row, lengths in enumerate(sub_seq_lengths or ()):
+        if not isinstance(lengths, Sequence) and getattr(lengths, "ndim", 0) != 1:
+            raise ValueError(
+                f"sub_seq_lengths[{row}] must be a list of lengths, one a sample in that row, got {lengths!r}; "
+                "samples would move to other rows"
+            )
+
+
+def _check_ids(name: str, ids: Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} must be int32 or int64, got {ids.dtype}; half precision rounds ids to other ids, and -100 does not fit in fewer bits"
+        )
+
+
 def _check_row_layout(mask: Tensor, sub_seq_lengths: Sequence[Sequence[int]], row_multiple: int) -> None:
     """The mask must be True at exactly the tokens that `sub_seq_lengths` and `row_multiple` place."""
     rows, width = mask.shape
@@ -257,6 +302,25 @@ def _check_row_layout(mask: Tensor, sub_seq_lengths: Sequence[Sequence[int]], ro
         raise ValueError(
             f"attention_mask must be True at exactly the tokens that sub_seq_lengths and row_multiple {row_multiple} place, "
             f"got {bool(mask[tuple(wrong)])} at row {wrong[0]}, column {wrong[1]}; padding inside the row would be packed as text"
+        )
+
+
+def _check_media(media: MediaTable, total: int) -> None:
+    if media.fault is not None or media.total_tokens != total:
+        found = media.fault or f"one of {media.total_tokens} tokens"
+        raise ValueError(
+            f"media must be a table of this stream's {total} tokens without a fault, got {found}; features would be left out or misplaced"
+        )
+
+
+def _check_grids(name: str, found: Tensor | None, grids: Tensor) -> None:
+    fits = not len(grids) if found is None else tuple(found.shape) == tuple(grids.shape)
+    if fits and found is not None and found.device.type == "cpu":  # elsewhere to look would be a sync
+        fits = torch.equal(found.long(), grids)
+    if not fits:
+        raise ValueError(
+            f"{name} must be the grids that media was made from, {grids.tolist()}, got {None if found is None else found.tolist()}; "
+            "the tower would see other images than the placeholders stand for, or none"
         )
 
 

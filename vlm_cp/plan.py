@@ -25,6 +25,7 @@ from torch import Tensor
 from vlm_cp import comm
 from vlm_cp.alignment import Alignment
 from vlm_cp.comm import GatherBackward
+from vlm_cp.row_mask import row_mask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,7 +178,7 @@ class SequencePlan:
 
     def local_index(self, rank: int) -> Tensor:
         """int64 [T/c]: the stream slots that `rank` owns, in their local order."""
-        self._check_rank(rank)
+        self.check_rank(rank)
         if rank not in self._local_indices:
             slots = torch.arange(self.local_tokens, device=self.device)
             if self.cp_size > 1:
@@ -237,7 +238,7 @@ class SequencePlan:
         self.check_group(group)
         self._check(x_local, dim, self.local_tokens, "a shard's T / c")
         if self.cp_size == 1:
-            return x_local
+            return comm.all_gather(x_local, group, backward=backward)
         stream = comm.all_gather(x_local.movedim(dim, 0), group, backward=backward)
         return stream.index_select(0, self.inverse_index).movedim(0, dim)
 
@@ -260,7 +261,7 @@ class SequencePlan:
 
     def shard_rows(self, x: Tensor, attention_mask: Tensor, rank: int, fill: float) -> Tensor:
         """`shard(pack_rows(x, attention_mask, fill), rank)` without building the stream: [T/c, ...]."""
-        self._check_rank(rank)
+        self.check_rank(rank)
         cells = self._cells(self._row_mask(x, attention_mask))
         runs, each = self._local_runs, 2 if self.cp_size > 1 else 1
         padding_before = (self.cu_seqlens_padded - self.cu_seqlens)[:-1].repeat_interleave(each)
@@ -289,8 +290,9 @@ class SequencePlan:
         ]  # the plain call asks the device for the count
 
     def _row_mask(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        self._check(attention_mask, 0, attention_mask.size(0), "rows")
-        mask = attention_mask.bool()
+        mask = row_mask(attention_mask)
+        for rows in (x, mask):
+            self._check(rows, 0, len(mask), "the mask's rows")
         if x.shape[:2] != mask.shape:
             raise ValueError(
                 f"x must start with the mask's shape {tuple(mask.shape)}, got {tuple(x.shape)}; cells would be misread"
@@ -310,8 +312,9 @@ class SequencePlan:
             )
         return mask
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.cp_size:
+    def check_rank(self, rank: int) -> None:
+        """Refuses what is not a rank of this plan."""
+        if not isinstance(rank, int) or not 0 <= rank < self.cp_size:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"rank must lie in [0, {self.cp_size}), got {rank}; another rank's tokens would be taken")
 
     def check_group(self, group: dist.ProcessGroup | None) -> None:
@@ -327,6 +330,10 @@ class SequencePlan:
             )
 
     def _check(self, x: Tensor, dim: int, size: int, what: str) -> None:
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"x must have a dimension {dim} of {what} = {size}, got shape {tuple(x.shape)}; it has no tokens"
+            )
         if x.size(dim) != size:
             hint = (
                 "this is already a rank's shard" if x.size(dim) == self.local_tokens else "it belongs to another plan"
