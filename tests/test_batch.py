@@ -316,7 +316,7 @@ def test_the_passes_of_a_batch_share_its_parts():
 
 
 def test_batches_that_do_not_fit():
-    with refuses("labels must have shape [1, T = 12, ...], got (12,); it would be cut at other tokens"):
+    with refuses("labels must have shape [1, T = 12], got (12,); it would be cut at other tokens"):
         batch_of(labels=torch.zeros(12))
     with refuses("rewards must have one entry a sample, 2 in all, got 12; samples would be mixed up"):
         batch_of(sample_extras={"rewards": torch.zeros(12)})
@@ -364,6 +364,7 @@ def test_b53_a_sample_tensor_is_never_cut_by_its_shape():
         position_ids=ids.expand(3, 1, -1),
         media=MediaTable.from_batch(ids, plan, spec=SPEC),
         pixel_values=None,
+        image_grid_thw=None,
         token_extras={},
         sample_extras={"returns": torch.zeros(8, plan.total_tokens)},
     )

@@ -212,10 +212,13 @@ def test_from_hidden_leaves_a_frozen_output_layer_alone() -> None:
     ("options", "message"),
     [
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0; no slot would ever be computed"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0; likely tokens would become unlikely, or NaN"),
+        (
+            {"temperature": 0.0},
+            "temperature must be positive and finite, got 0.0; likely tokens would become unlikely, or NaN",
+        ),
         (
             {"temperature": torch.tensor([1.0, -1.0, 0.0])},
-            "temperature must be positive, got -1.0; likely tokens would become unlikely, or NaN",
+            "temperature must be positive and finite, got -1.0; likely tokens would become unlikely, or NaN",
         ),
         (
             {"vocab_size": 12},

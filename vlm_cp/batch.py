@@ -51,8 +51,15 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         total = self.plan.total_tokens
-        named = {"input_ids": self.input_ids, "labels": self.labels, "loss_mask": self.loss_mask, **self.token_extras}
-        for name, x in named.items():
+        own = {"input_ids": self.input_ids, "labels": self.labels, "loss_mask": self.loss_mask}
+        for name, x in own.items():
+            if tuple(x.shape) != (1, total):
+                raise ValueError(
+                    f"{name} must have shape [1, T = {total}], got {tuple(x.shape)}; it would be cut at other tokens"
+                )
+        _check_ids("input_ids", self.input_ids)
+        _check_ids("labels", self.labels)
+        for name, x in self.token_extras.items():
             if tuple(x.shape[:2]) != (1, total):
                 raise ValueError(
                     f"{name} must have shape [1, T = {total}, ...], got {tuple(x.shape)}; it would be cut at other tokens"
@@ -63,12 +70,17 @@ class PackedBatch:
                 "models with mRoPE ignore other ranks of positions and recompute their own on the shard"
             )
         for name, x in self.sample_extras.items():
-            if len(x) != len(self.plan.lengths):
+            entries = len(x) if x.ndim else "a scalar"
+            if entries != len(self.plan.lengths):
                 raise ValueError(
-                    f"{name} must have one entry a sample, {len(self.plan.lengths)} in all, got {len(x)}; samples would be mixed up"
+                    f"{name} must have one entry a sample, {len(self.plan.lengths)} in all, got {entries}; samples would be mixed up"
                 )
-        _check_patches("pixel_values", self.pixel_values, self.media.grids[: self.media.num_images])
-        _check_patches("pixel_values_videos", self.pixel_values_videos, self.media.grids[self.media.num_images :])
+        _check_media(self.media, total)
+        images, videos = self.media.grids.tensor_split([self.media.num_images])
+        _check_grids("image_grid_thw", self.image_grid_thw, images)
+        _check_grids("video_grid_thw", self.video_grid_thw, videos)
+        _check_patches("pixel_values", self.pixel_values, images)
+        _check_patches("pixel_values_videos", self.pixel_values_videos, videos)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on `device`, with its plan and media table: pixels in a copy of their own, all else in one, nothing waits."""
@@ -199,6 +211,12 @@ def preprocess_packed_seqs(
             f"cp_rank must be given to shard at cp_size {alignment.cp_size}, got None; "
             "every rank would train on rank 0's tokens. Pass shard_for_cp=False for the full stream"
         )
+    if cp_rank is not None and not 0 <= cp_rank < alignment.cp_size:
+        raise ValueError(
+            f"cp_rank must lie in [0, {alignment.cp_size}), the alignment's cp_size, got {cp_rank}; "
+            "an alignment of another layout would give every rank the same tokens"
+        )
+    _check_ids("input_ids", input_ids)
     if input_ids.is_nested:
         plan, stream = _pack_nested(input_ids, attention_mask, alignment, pad_token_id)
         return (plan.shard(stream, cp_rank or 0) if shard_for_cp else stream)[None], plan
@@ -207,11 +225,16 @@ def preprocess_packed_seqs(
         raise ValueError(
             f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}, got {found}; padding would be packed as text"
         )
-    mask = attention_mask.bool()
+    mask = rows.row_mask(attention_mask)
+    if mask.device != input_ids.device:
+        raise ValueError(
+            f"attention_mask must be on input_ids' device {input_ids.device}, got {mask.device}; move both before packing"
+        )
+    rows.check_row_arguments(sub_seq_lengths, row_multiple)
     lengths = rows.counts_of(mask) if sub_seq_lengths is None else list(chain.from_iterable(sub_seq_lengths))
     plan = SequencePlan.from_lengths(lengths, alignment=alignment).to(input_ids.device)
     if sub_seq_lengths is not None:
-        _check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
+        rows.check_row_layout(mask, sub_seq_lengths, row_multiple or alignment.sequence_multiple)
     cells = rows.true_cells(mask, sum(plan.lengths))
     if shard_for_cp and alignment.cp_size > 1:
         return plan.shard_cells(input_ids, cells, cp_rank or 0, pad_token_id)[None], plan
@@ -261,36 +284,29 @@ def _pack_nested(nested: Tensor, mask: Tensor | None, alignment: Alignment, pad:
     return plan, plan.pack(samples, pad)
 
 
-def _check_row_layout(mask: Tensor, sub_seq_lengths: Sequence[Sequence[int]], row_multiple: int) -> None:
-    """The mask must be True at exactly the tokens that `sub_seq_lengths` and `row_multiple` place."""
-    rows, width = mask.shape
-    counts = torch.tensor([len(lengths) for lengths in sub_seq_lengths])
-    if len(counts) != rows:
+def _check_ids(name: str, ids: Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"sub_seq_lengths must have one list a row, {rows} in all, got {len(counts)}; samples would move to other rows"
+            f"{name} must be int32 or int64, got {ids.dtype}; half precision rounds ids to other ids, and -100 does not fit in fewer bits"
         )
-    lengths = torch.tensor(list(chain.from_iterable(sub_seq_lengths)))
-    steps = (lengths + row_multiple - 1) // row_multiple * row_multiple
-    row = torch.repeat_interleave(counts, output_size=len(lengths))
-    before = steps.cumsum(0) - steps
-    starts = before - before[(counts.cumsum(0) - counts).clamp(max=len(lengths) - 1)][row]
-    if bool((starts + lengths > width).any()):
-        sample = int((starts + lengths > width).nonzero()[0, 0])
+
+
+def _check_media(media: MediaTable, total: int) -> None:
+    if media.fault is not None or media.total_tokens != total:
+        found = media.fault or f"one of {media.total_tokens} tokens"
         raise ValueError(
-            f"sub_seq_lengths must fit their rows of width {width}, got sample {sample} of {int(lengths[sample])} tokens at column "
-            f"{int(starts[sample])} with row_multiple {row_multiple}; tokens of the next row would be read"
+            f"media must be a table of this stream's {total} tokens without a fault, got {found}; features would be left out or misplaced"
         )
-    edges = torch.zeros(rows, width + 1, dtype=torch.int32)
-    edges.index_put_((row, starts), torch.ones_like(row, dtype=torch.int32), accumulate=True)
-    edges.index_put_((row, starts + lengths), -torch.ones_like(row, dtype=torch.int32), accumulate=True)
-    expected = transfer.moved(edges.cumsum(1)[:, :width].bool(), mask.device)
-    if mask.device.type != "cpu":
-        torch._assert_async((mask == expected).all(), "attention_mask must be True at exactly sub_seq_lengths' tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    elif not torch.equal(mask, expected):
-        wrong = (mask != expected).nonzero()[0].tolist()
+
+
+def _check_grids(name: str, found: Tensor | None, grids: Tensor) -> None:
+    fits = not len(grids) if found is None else tuple(found.shape) == tuple(grids.shape)
+    if fits and found is not None and found.device.type == "cpu":  # elsewhere to look would be a sync
+        fits = torch.equal(found.long(), grids)
+    if not fits:
         raise ValueError(
-            f"attention_mask must be True at exactly the tokens that sub_seq_lengths and row_multiple {row_multiple} place, "
-            f"got {bool(mask[tuple(wrong)])} at row {wrong[0]}, column {wrong[1]}; padding inside the row would be packed as text"
+            f"{name} must be the grids that media was made from, {grids.tolist()}, got {None if found is None else found.tolist()}; "
+            "the tower would see other images than the placeholders stand for, or none"
         )
 
 

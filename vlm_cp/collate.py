@@ -67,6 +67,13 @@ class SFTCollator:
             raise ValueError(
                 f"overflow must be one of {', '.join(get_args(Overflow))}, got {self.overflow!r}; samples would be lost unasked"
             )
+        if isinstance(self.train_roles, str):
+            raise ValueError(
+                f"train_roles must be a tuple of roles, got {self.train_roles!r}; its letters would be taken for roles"
+            )
+        if not self.fps > 0:
+            raise ValueError(f"fps must be above 0, got {self.fps}; the times written before frames would be wrong")
+        _check_pad(self.pad_token_id)
 
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Packs these samples, `EncodedSample`s among them as they are, into one stream."""
@@ -206,7 +213,11 @@ def pack_samples(
     `pixel_values` with `image_grid_thw`, `pixel_values_videos` with `video_grid_thw`, `second_per_grid_ts`.
     group: ranks that should all raise when one of them has unusable media, instead of waiting for it.
     """
+    if isinstance(samples, Mapping):
+        raise ValueError("samples must be a sequence of mappings, got one mapping; its keys would be taken for samples")
+    _check_pad(pad_token_id)
     ids = [_row(sample, "input_ids") for sample in samples]
+    _check_unpadded(samples)
     plan = SequencePlan.from_lengths([len(x) for x in ids], alignment=alignment, total_tokens=total_tokens)
     targets = [_row(sample, "labels") if "labels" in sample else x for sample, x in zip(samples, ids, strict=True)]
     labels = plan.pack([torch.cat([x[1:], x.new_tensor([IGNORE])]) for x in targets], IGNORE)[None]
@@ -242,8 +253,27 @@ def pack_samples(
     )
 
 
+def _check_pad(pad_token_id: int) -> None:
+    if not isinstance(pad_token_id, int) or pad_token_id < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"pad_token_id must be an id of the tokenizer, got {pad_token_id!r}; padding is embedded like any token"
+        )
+
+
+def _check_unpadded(samples: Sequence[Mapping[str, Tensor]]) -> None:
+    for index, sample in enumerate(samples):
+        if sample.get("attention_mask") is not None and not bool(torch.as_tensor(sample["attention_mask"]).all()):
+            raise ValueError(
+                f"samples[{index}] must come without padding, got an attention_mask with zeros; padding would be trained as text"
+            )
+
+
 def _row(sample: Mapping[str, Tensor], key: str) -> Tensor:
+    if key not in sample:
+        raise ValueError(f"samples must be mappings with {key}, got keys {list(sample)}; there is nothing to pack")
     row = torch.as_tensor(sample[key])
+    if key != "placeholder_mask" and row.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{key} must be int32 or int64, got {row.dtype}; ids and -100 would become other numbers")
     row = row[0] if row.ndim == 2 and len(row) == 1 else row
     if row.ndim != 1 or len(row) != torch.as_tensor(sample["input_ids"]).numel():
         raise ValueError(

@@ -7,7 +7,7 @@ Each function says what its backward does, since two right gradients exist (see 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,10 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None, *, backward: GatherBa
     backward="sum" is the true adjoint, a reduce-scatter: right where each rank uses the result for its own part only
     (keys and values of attention). The wrong choice scales gradients by the group's size, or drops the other ranks' share.
     """
+    if backward not in get_args(GatherBackward):
+        raise ValueError(
+            f'backward must be "slice" or "sum", got {backward!r}; gradients of the other ranks would be dropped'
+        )
     if group_size(group) == 1:
         return x
     return _AllGather.apply(x, group, backward)  # pyright: ignore[reportReturnType]

@@ -14,6 +14,7 @@ gradient: take it out of a loss with `torch.where`, since 0 * -inf is NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,20 @@ def next_token_ids(input_ids: Tensor, plan: SequencePlan) -> Tensor:
             f"input_ids must be the full stream [1, {plan.total_tokens}], got {tuple(input_ids.shape)}; "
             "targets rolled inside a shard are wrong at the end of every chunk"
         )
-    return input_ids[0].roll(-1).where(plan.scored, 0)
+    if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.device != plan.device:
+        raise ValueError(
+            f"input_ids must be int32 or int64 on the plan's device {plan.device}, got {input_ids.dtype} on {input_ids.device}; "
+            "half precision rounds ids to other ids"
+        )
+    targets = input_ids[0].roll(-1).where(plan.scored, 0)
+    negative = (targets < 0).any()
+    if negative.device.type != "cpu":
+        torch._assert_async(~negative, "input_ids must not hold -100 at tokens")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif negative:
+        raise ValueError(
+            f"input_ids must be ids, got {int(targets.min())} at a token; labels are shifted already, and targets would be one token off"
+        )
+    return targets
 
 
 def next_token_logprobs(
@@ -190,14 +204,20 @@ def _query(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; no slot would ever be computed")
     scored = plan.shard(plan.scored, cp_rank)
     if isinstance(temperature, Tensor):
+        if tuple(temperature.shape) != (plan.total_tokens,):
+            raise ValueError(
+                f"temperature must be a number or the full stream's [{plan.total_tokens}], got {tuple(temperature.shape)}; "
+                "rows would be divided by other slots' temperatures"
+            )
         # Slots without a next token may carry anything, padding often 0.
         temperature = plan.shard(temperature.detach(), cp_rank).where(scored, 1)[:, None]
-        positive = (temperature > 0).all()
+        positive = ((temperature > 0) & (temperature < math.inf)).all()
         if temperature.device.type != "cpu":
-            torch._assert_async(positive, "temperature must be positive")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            torch._assert_async(positive, "temperature must be positive and finite")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         elif not positive:
-            raise _temperature_error(float(temperature.min()))
-    elif not temperature > 0:
+            wrong = ~((temperature > 0) & (temperature < math.inf))
+            raise _temperature_error(float(temperature[wrong][0]))
+    elif not 0 < temperature < math.inf:
         raise _temperature_error(temperature)
     return Query(
         targets=plan.shard(next_token_ids(input_ids, plan), cp_rank),
@@ -211,7 +231,9 @@ def _query(
 
 
 def _temperature_error(value: float) -> ValueError:
-    return ValueError(f"temperature must be positive, got {value}; likely tokens would become unlikely, or NaN")
+    return ValueError(
+        f"temperature must be positive and finite, got {value}; likely tokens would become unlikely, or NaN"
+    )
 
 
 def _from_logits(logits: Tensor, query: Query, plan: SequencePlan, inplace: bool) -> tuple[Tensor, Tensor]:

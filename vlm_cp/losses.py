@@ -35,6 +35,7 @@ of `emit_per_token`; in the first, where n counts scored tokens, they are too la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -63,12 +64,16 @@ class TokenLoss:
     local_count: Tensor | int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.local_sum, Tensor) or not self.local_sum.dtype.is_floating_point:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"local_sum must be a floating-point tensor, got {self.local_sum!r}; there would be no gradient"
+            )
         if self.local_sum.ndim:
             raise ValueError(
                 f"local_sum must be a scalar, got shape {tuple(self.local_sum.shape)}; schedules would sum or average it"
             )
         count = self.local_count
-        if isinstance(count, float) or (isinstance(count, Tensor) and (count.ndim or count.dtype.is_floating_point)):
+        if not _is_integer(count):
             raise ValueError(
                 f"local_count must be one integer, got {count!r}; Megatron adds counts up in an integer tensor and would crash"
             )
@@ -94,6 +99,11 @@ def token_loss(
     each sample's mean (by weight) or sum. The count is `local_count`'s; summed over ranks and micro-batches it is N.
     """
     count = local_count(plan, loss_mask, cp_rank=cp_rank, reduction=reduction, empty_samples=empty_samples)
+    if tuple(terms_local.shape) != (plan.local_tokens,):
+        raise ValueError(
+            f"terms_local must have shape [{plan.local_tokens}], one term a slot of this rank, got {tuple(terms_local.shape)}; "
+            "terms would be weighed by other slots' masks"
+        )
     weights = loss_mask[0].to(torch.promote_types(terms_local.dtype, torch.float32))
     if reduction == "sequence_mean_token_mean":
         totals = _sample_sums(weights, plan.padded_lengths)
@@ -124,6 +134,7 @@ def local_count(
             f"loss_mask must be the full stream's [1, {plan.total_tokens}], got {tuple(loss_mask.shape)}; "
             "a rank's shard of it would be weighed by its own tokens only"
         )
+    plan.check_rank(cp_rank)
     scored = loss_mask[0] != 0
     _check_slots(scored, plan)
     if reduction == "token_mean":
@@ -146,6 +157,9 @@ def _check_slots(scored: Tensor, plan: SequencePlan) -> None:
 
 def global_count(local_counts: Sequence[Tensor | int], group: dist.ProcessGroup | None) -> Tensor:
     """int64: local counts of all micro-batches, summed over `group`: DP and CP ranks together, since CP ranks share a batch."""
+    wrong = [count for count in local_counts if not _is_integer(count)]
+    if wrong:
+        raise ValueError(f"local_counts must be single integers, got {wrong[0]!r}; fractions would be cut off")
     return comm.all_reduce(torch.as_tensor(sum(local_counts), dtype=torch.int64), group)
 
 
@@ -157,6 +171,12 @@ def sequence_sum(x_local: Tensor, plan: SequencePlan, mask_local: Tensor, group:
     `sequence_loss` sees to it. Sums run in float64, in an order that is always the same.
     """
     plan.check_group(group)
+    n, shapes = plan.local_tokens, (tuple(x_local.shape), tuple(mask_local.shape))
+    if shapes[0][:1] != (n,) or shapes[1] != (n,):
+        raise ValueError(
+            f"x_local and mask_local must have shapes [{n}, ...] and [{n}], one entry a slot of this rank, got {shapes[0]} and "
+            f"{shapes[1]}; terms of other samples would be summed"
+        )
     mask = mask_local.view(-1, *[1] * (x_local.ndim - 1))
     terms = (x_local * mask).where(mask != 0, 0)
     sums = _sample_sums(terms, [length // plan.cp_size for length in plan.padded_lengths])
@@ -171,6 +191,9 @@ def sequence_ratio(
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """[B]: exp of the mean over a sample's masked slots of log p - log p_old, GSPO's sequence ratio; 1 where there are none."""
+    if logprobs_local.shape != old_logprobs_local.shape:
+        shapes = f"{tuple(logprobs_local.shape)}, got {tuple(old_logprobs_local.shape)}"
+        raise ValueError(f"old_logprobs_local must have the shape of logprobs_local {shapes}; slots would be mixed up")
     difference = logprobs_local - old_logprobs_local
     both = torch.stack([difference, torch.ones_like(difference)], 1)
     total, count = sequence_sum(both, plan, mask_local, group).unbind(1)
@@ -183,6 +206,13 @@ def sequence_loss(terms: Tensor, *, cp_rank: int, cp_size: int, mask: Tensor | N
     The others stay in this rank's graph with gradient 0, so that it enters the collective of `sequence_sum`'s backward.
     mask: [K], bool or weights; terms count where it is not 0.
     """
+    if terms.ndim != 1 or (mask is not None and mask.shape != terms.shape):
+        raise ValueError(
+            f"terms and mask must have shape [K], one entry a sequence, got {tuple(terms.shape)} and "
+            f"{None if mask is None else tuple(mask.shape)}; terms would count for other sequences"
+        )
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank must lie in [0, {cp_size}), got {cp_rank}; no rank would count its terms")
     weights = torch.ones_like(terms) if mask is None else mask.to(terms.dtype)
     own = (torch.arange(len(terms), device=terms.device) % cp_size == cp_rank) & (weights != 0)
     return TokenLoss((terms * weights).where(own, 0).sum(), own.sum())
@@ -217,7 +247,8 @@ def emit_default(
     dp_size excludes CP: the schedule multiplies by c itself. global_count 0 gives the loss 0.
     metrics: returned as detached copies beside "loss", [local sum, local count], which Megatron's loops add up and divide.
     """
-    scaled = loss.local_sum * (num_microbatches * dp_size) / _at_least_one(global_count)
+    _check_sizes(num_microbatches=num_microbatches, dp_size=dp_size)
+    scaled = loss.local_sum * (num_microbatches * dp_size) / _divisor(global_count)
     return scaled, _metrics(loss, metrics)
 
 
@@ -244,13 +275,34 @@ def emit_per_token(
                 "the loss would be divided by the wrong count"
             )
         return loss.local_sum.clone(), _tokens(loss.local_count, loss.local_sum), _metrics(loss, metrics)
-    scaled = loss.local_sum * routed_tokens_global / _at_least_one(global_count)
+    scaled = loss.local_sum * routed_tokens_global / _divisor(global_count)
     return scaled, _tokens(routed_tokens_local, loss.local_sum), _metrics(loss, metrics)
 
 
 def emit_mean(loss: TokenLoss, *, global_count: Count, world_size: int) -> Tensor:
     """What to call `backward` on where gradients are averaged over dp * cp = `world_size` ranks (torch's DDP, FSDP)."""
-    return loss.local_sum * world_size / _at_least_one(global_count)
+    _check_sizes(world_size=world_size)
+    return loss.local_sum * world_size / _divisor(global_count)
+
+
+def _is_integer(count: object) -> bool:
+    if isinstance(count, Tensor):
+        return not count.ndim and not count.dtype.is_floating_point and count.dtype != torch.bool
+    return isinstance(count, int) and not isinstance(count, bool)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{name} must be an int of at least 1, got {size!r}; the loss would be scaled away")
+
+
+def _divisor(count: Count) -> Count:
+    if count.ndim if isinstance(count, Tensor) else not 0 <= count < math.inf:
+        raise ValueError(
+            f"global_count must be one number of at least 0, got {count!r}; the loss would be divided by another"
+        )
+    return _at_least_one(count)
 
 
 def _at_least_one(count: Count) -> Count:
@@ -259,10 +311,18 @@ def _at_least_one(count: Count) -> Count:
 
 
 def _tokens(count: Tensor | int, like: Tensor) -> Tensor:
+    if not _is_integer(count):
+        raise ValueError(f"routed_tokens_local must be one integer, got {count!r}; Megatron adds counts up as integers")
     return torch.as_tensor(count, device=like.device).to(torch.int, copy=True)
 
 
 def _metrics(loss: TokenLoss, metrics: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    for name, x in (metrics or {}).items():
+        if name == "loss" or not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f'metrics must be tensors under other names than "loss", got {name!r}: {x!r}; Megatron\'s loops add tensors up, '
+                "and the loss' own sum and count would be replaced"
+            )
     total = loss.local_sum.detach()
     pair = torch.stack([total, torch.as_tensor(loss.local_count, device=total.device).to(total.dtype)])
     return {"loss": pair, **{name: x.detach().clone() for name, x in (metrics or {}).items()}}

@@ -63,6 +63,10 @@ class MediaTable:
         Pass it in RL, where the policy may sample such an id as text.
         """
         _check_stream("input_ids", input_ids, plan)
+        if input_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"input_ids must be int32 or int64, got {input_ids.dtype}; half precision rounds ids to other ids"
+            )
         if placeholder_mask is not None:
             _check_stream("placeholder_mask", placeholder_mask, plan)
         images, videos = _as_grids(image_grid_thw), _as_grids(video_grid_thw)
@@ -194,6 +198,9 @@ def _order_of_frames(grids: Tensor, row_counts: Tensor, row_slots: Tensor) -> Te
 def _as_grids(grid_thw: Tensor | None) -> Tensor:
     if grid_thw is None:
         return torch.empty(0, 3, dtype=torch.int64)
+    if not isinstance(grid_thw, Tensor) or grid_thw.dtype.is_floating_point:  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = grid_thw.dtype if isinstance(grid_thw, Tensor) else type(grid_thw).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"grid_thw must be an integer tensor [*, 3], got {found}; patch counts would be rounded")
     if grid_thw.ndim != 2 or grid_thw.size(1) != 3:
         raise ValueError(
             f"grid_thw must have shape [*, 3], (t, h, w) in patches, got {tuple(grid_thw.shape)}; {_ROWS_LOST}"

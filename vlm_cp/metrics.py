@@ -47,6 +47,8 @@ class Metric:
                 raise ValueError(
                     f"{name} must be one number, got shape {tuple(x.shape)}; it would be cut to its first entry"
                 )
+        if not isinstance(self.count, Tensor) and not self.count >= 0:
+            raise ValueError(f"count must be at least 0, got {self.count}; what was measured would pass for nothing")
 
     @classmethod
     def named(cls, name: str, value: Metric | Number) -> Metric:
@@ -79,16 +81,24 @@ def masked_mean(x: Tensor, mask: Tensor) -> Metric:
     """The mean weighed by `mask`, its count the weights' sum."""
     weights = mask.to(torch.float64)
     total = weights.sum()
-    return Metric(_masked(x * weights, mask, 0).sum() / total.where(total > 0, 1), "mean", total)
+    return Metric(_masked(_fits(x, mask) * weights, mask, 0).sum() / total.where(total > 0, 1), "mean", total)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Metric:
     """The sum weighed by `mask`."""
-    return Metric(_masked(x * mask, mask, 0).sum(), "sum", (mask != 0).sum())
+    return Metric(_masked(_fits(x, mask) * mask, mask, 0).sum(), "sum", (mask != 0).sum())
+
+
+def _fits(x: Tensor, mask: Tensor) -> Tensor:
+    if x.shape != mask.shape:
+        raise ValueError(
+            f"mask must have x's shape {tuple(x.shape)}, got {tuple(mask.shape)}; it would be spread over other entries"
+        )
+    return x
 
 
 def _masked(x: Tensor, mask: Tensor, fill: float) -> Tensor:
-    kept = x.detach().to(torch.float64).where(mask != 0, fill).flatten()
+    kept = _fits(x, mask).detach().to(torch.float64).where(mask != 0, fill).flatten()
     return torch.cat([kept, kept.new_tensor([fill])])  # an extremum of no entries at all is none
 
 
@@ -97,6 +107,10 @@ def merge_metrics(dicts: Iterable[Mapping[str, Metric | Number]]) -> dict[str, M
 
     Plain numbers are read by their names (`Metric.named`). Two reductions under one name: `ValueError`.
     """
+    if isinstance(dicts, Mapping):
+        raise ValueError(
+            f"dicts must be a sequence of mappings, got one mapping of {list(dicts)}; its names would be taken for metrics"
+        )
     found: dict[str, list[Metric]] = {}
     for metrics in dicts:
         for name, value in metrics.items():
@@ -220,10 +234,25 @@ class PackedLoss:
             for name, x in slots_local.items()
         }
         rows = {**data, **gathered}
+        self._check_rows(rows, attention_mask, gathered)
         if self.in_one_call:
             loss, metrics = self.loss_fn(rows)
             return loss, merge_metrics([metrics])
         return self._by_sample(rows, attention_mask.bool(), {*self.token_keys, *gathered})
+
+    def _check_rows(self, rows: Mapping[str, Tensor], attention_mask: Tensor, gathered: Collection[str]) -> None:
+        unknown = sorted(set(self.token_keys) - set(rows))
+        if unknown:
+            raise ValueError(
+                f"token_keys must be entries of the data, got {', '.join(unknown)}; they would be cut as samples are"
+            )
+        for name, x in rows.items():
+            wanted = tuple(attention_mask.shape) if name in {*self.token_keys, *gathered} else (len(attention_mask),)
+            if tuple(x.shape[: len(wanted)]) != wanted:
+                raise ValueError(
+                    f"{name} must have shape [{', '.join(map(str, wanted))}, ...], got {tuple(x.shape)}; "
+                    "entries of samples would meet other samples' tokens"
+                )
 
     def check(self, data: Mapping[str, Tensor], attention_mask: Tensor, *, rtol: float = 1e-6) -> None:
         """Raises `ValueError` where a loss that declares itself packing-invariant is not, on this data in padded rows."""

@@ -102,11 +102,16 @@ def _time_steps(media: MediaTable, second_per_grid_ts: Tensor | None, spec: VLMS
     num_videos = len(steps) - media.num_images
     if spec.position_scheme != "time":
         return steps
-    seconds = torch.ones(num_videos) if second_per_grid_ts is None else second_per_grid_ts.cpu()
-    if len(seconds) != num_videos:
+    seconds = torch.ones(num_videos) if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).cpu()
+    if tuple(seconds.shape) != (num_videos,):
+        found = len(seconds) if seconds.ndim == 1 else f"shape {tuple(seconds.shape)}"
         raise ValueError(
-            f"second_per_grid_ts must have one entry a video, {num_videos} in all, got {len(seconds)}; "
+            f"second_per_grid_ts must have one entry a video, {num_videos} in all, got {found}; "
             "a video would take another one's frame rate"
+        )
+    if not bool(((seconds >= 0) & seconds.isfinite()).all()):
+        raise ValueError(
+            f"second_per_grid_ts must be finite and not negative, got {seconds.tolist()}; its frames would run backwards"
         )
     steps[media.num_images :] = (
         spec.tokens_per_second * seconds.long()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from heapq import heapify, heapreplace
 from math import isfinite, lcm
+from numbers import Real
 
 
 def bin_samples(costs: Sequence[float], *, capacity: float, bins_multiple_of: int = 1) -> list[list[int]]:
@@ -66,8 +67,13 @@ def restore_order[T](bins: Sequence[Sequence[int]], outputs: Sequence[Sequence[T
 
 
 def _check(costs: Sequence[float], capacity: float, bins_multiple_of: int) -> None:
-    if bins_multiple_of < 1:
+    if not isinstance(bins_multiple_of, int) or bins_multiple_of < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"bins_multiple_of must be at least 1, got {bins_multiple_of}; no rank would get a bin")
+    for name, number in [("capacity", capacity), *((f"costs[{sample}]", cost) for sample, cost in enumerate(costs))]:
+        if not isinstance(number, Real):
+            raise ValueError(
+                f"{name} must be a plain number, got {number!r}; sums of it would not be exact. Call .tolist()"
+            )
     if not (isfinite(capacity) and capacity > 0):
         raise ValueError(f"capacity must be finite and above 0, got {capacity}; a bin would never be full")
     if not len(costs):

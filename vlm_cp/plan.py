@@ -173,7 +173,7 @@ class SequencePlan:
 
     def local_index(self, rank: int) -> Tensor:
         """int64 [T/c]: the stream slots that `rank` owns, in their local order."""
-        self._check_rank(rank)
+        self.check_rank(rank)
         if rank not in self._local_indices:
             lengths, starts, _ = self._runs(rank)
             self._local_indices[rank] = rows.expand(starts, lengths, self.device)
@@ -225,7 +225,7 @@ class SequencePlan:
         self.check_group(group)
         self._check(x_local, dim, self.local_tokens, "a shard's T / c")
         if self.cp_size == 1:
-            return x_local
+            return comm.all_gather(x_local, group, backward=backward)
         stream = comm.all_gather(x_local.movedim(dim, 0), group, backward=backward)
         return stream.index_select(0, self.inverse_index).movedim(0, dim)
 
@@ -247,7 +247,7 @@ class SequencePlan:
 
     def shard_cells(self, x: Tensor, cells: Tensor, rank: int, fill: float) -> Tensor:
         """`shard(pack_rows(x, mask, fill), rank)` without building the stream: [T/c, ...]. cells: of the mask, from `row_cells`."""
-        self._check_rank(rank)
+        self.check_rank(rank)
         lengths, starts, samples = self._runs(rank)
         ends, padding = np.cumsum(self.lengths), np.subtract(self.padded_lengths, self.lengths)
         first = starts - (padding.cumsum() - padding)[samples]  # the token at the start of each run, if it holds one
@@ -263,6 +263,8 @@ class SequencePlan:
         x: what will be read there, [rows, S, ...].
         """
         self.check_mask(attention_mask)
+        if x is not None:
+            self._check(x, 0, len(attention_mask), "the mask's rows")
         if x is not None and x.shape[:2] != attention_mask.shape:
             raise ValueError(
                 f"x must start with the mask's shape {tuple(attention_mask.shape)}, got {tuple(x.shape)}; cells would be misread"
@@ -274,11 +276,13 @@ class SequencePlan:
 
         A row may hold several samples, one after the other.
         """
-        self._check(attention_mask, 0, attention_mask.size(0), "rows")
-        rows.check_counts(rows.counts_of(attention_mask.bool()), self.cu_seqlens, self.lengths)
+        mask = rows.row_mask(attention_mask)
+        self._check(mask, 0, len(mask), "rows")
+        rows.check_counts(rows.counts_of(mask), self.cu_seqlens, self.lengths)
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.cp_size:
+    def check_rank(self, rank: int) -> None:
+        """Refuses what is not a rank of this plan."""
+        if not isinstance(rank, int) or not 0 <= rank < self.cp_size:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"rank must lie in [0, {self.cp_size}), got {rank}; another rank's tokens would be taken")
 
     def check_group(self, group: dist.ProcessGroup | None) -> None:
@@ -294,6 +298,10 @@ class SequencePlan:
             )
 
     def _check(self, x: Tensor, dim: int, size: int, what: str) -> None:
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"x must have a dimension {dim} of {what} = {size}, got shape {tuple(x.shape)}; it has no tokens"
+            )
         if x.size(dim) != size:
             hint = (
                 "this is already a rank's shard" if x.size(dim) == self.local_tokens else "it belongs to another plan"

@@ -65,6 +65,11 @@ def value_terms(
             f"clip must be positive and come with old_values, got {clip} and {'no ' if old_values is None else ''}old_values; "
             "values would not be clipped, or not move at all"
         )
+    for name, x in (("returns", returns), ("old_values", old_values)):
+        if x is not None and x.shape != values.shape:
+            raise ValueError(
+                f"{name} must have the values' shape {tuple(values.shape)}, got {tuple(x.shape)}; every value would be held against every entry"
+            )
     errors = (values - returns).square()
     if clip is not None and old_values is not None:
         clipped = torch.clamp(values, old_values - clip, old_values + clip)
@@ -88,6 +93,10 @@ def value_loss(
     [1, T], of tokens; old_values are what `shifted_values` gave. A first token counts neither in the sum nor in the count,
     whatever its mask: its value is the constant 0.
     """
+    if tuple(loss_mask.shape) != (1, plan.total_tokens):
+        raise ValueError(
+            f"loss_mask must be the full stream's [1, {plan.total_tokens}], got {tuple(loss_mask.shape)}; terms would count for other tokens"
+        )
     weights = slot_targets(loss_mask, plan, cp_rank=cp_rank)
     # Before the square: what padding holds would make the gradient NaN even where its weight is 0.
     values = slot_values(values_local, plan).where(weights != 0, 0)
