@@ -159,4 +159,6 @@ def test_streams_of_the_wrong_shape_or_place():
         MediaTable.from_batch(torch.zeros(1, 4, device="meta"), plan, spec=FRAMES)
     message = f"grid_thw must have shape [*, 3], (t, h, w) in patches, got (3,); {LOST}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        MediaTable.from_batch(torch.zeros(1, 4), plan, image_grid_thw=torch.tensor([1, 2, 2]), spec=FRAMES)
+        MediaTable.from_batch(
+            torch.zeros(1, 4, dtype=torch.int64), plan, image_grid_thw=torch.tensor([1, 2, 2]), spec=FRAMES
+        )

@@ -57,12 +57,21 @@ class ContextParallelAttention:
             raise ValueError(
                 f"method must be one of {', '.join(get_args(AttentionMethod))}, got {self.method!r}; nothing would be exchanged"
             )
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}; no query would ever be computed")
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None = None) -> Tensor:
         """query [T/c, Hq, D], key and value [T/c, Hkv, D] in local order -> [T/c, Hq, D]; Hq a multiple of Hkv (GQA).
 
         scaling: factor on the scores, D ** -0.5 by default.
         """
+        n = self.plan.local_tokens
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        if any(len(shape) != 3 or shape[0] != n for shape in shapes) or shapes[1] != shapes[2]:
+            raise ValueError(
+                f"query, key and value must have shapes [{n}, Hq, D], [{n}, Hkv, D] and key's own, one row a slot of this rank, "
+                f"got {shapes[0]}, {shapes[1]} and {shapes[2]}; queries would see other tokens, or none"
+            )
         if self.plan.cp_size > 1 and self.method == "all_to_all":
             return self._all_to_all(query, key, value, scaling)
         keys, values = self.plan.gather(torch.stack([key, value], 1), self.group, backward="sum").unbind(1)

@@ -12,6 +12,7 @@ from typing import get_args
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vlm_cp import budget, doctor
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _parity(options, shlex.join(["vlm-cp", *arguments]))
         return budget.run(options) if options.command == "plan" else doctor.run(options)
     except ValueError as error:
-        Console(stderr=True).print(f"[red]vlm-cp: {error}", highlight=False)
+        Console(stderr=True).print(f"[red]vlm-cp: {escape(str(error))}", highlight=False)
         return 2
 
 
@@ -108,6 +109,11 @@ def _check_parity(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--cp and --tp must be at least 1, got {options.cp} and {options.tp}; there would be no rank to run on"
         )
+    for name, path in (("--json", options.json), ("--html", options.html)):
+        if path and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise ValueError(
+                f"{name} must be a file in a folder that can be written to, got {path}; the result would be lost after the run"
+            )
     if options.engine == "hf" and options.tp > 1:
         raise ValueError(f"--tp must be 1 for the hf engine, got {options.tp}; transformers' layers are not split")
     if options.engine == "bridge" and options.device != "cuda":

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vlm_cp import comm
 from vlm_cp.alignment import Alignment
 from vlm_cp.batch import PackedBatch
 from vlm_cp.chat import IGNORE, ChatEncoder, EncodedSample, chat_messages, content_parts, without_last_media
@@ -211,8 +212,27 @@ def pack_samples(
     Read from each sample: `input_ids` [L] or [1, L]; `labels` like the ids, unshifted, -100 where no loss is wanted (the
     ids without them); `placeholder_mask` like the ids, False where an image or video id was sampled as text;
     `pixel_values` with `image_grid_thw`, `pixel_values_videos` with `video_grid_thw`, `second_per_grid_ts`.
-    group: ranks that should all raise when one of them has unusable media, instead of waiting for it.
+    group: ranks that should all raise when one of them has unusable samples, instead of waiting for it.
     """
+    fault = batch = None
+    try:
+        batch = _packed(samples, alignment, spec, pad_token_id, total_tokens)
+    except ValueError as error:
+        if comm.group_size(group) == 1:
+            raise
+        fault = str(error)
+    comm.raise_together(fault, group)
+    assert batch is not None
+    return batch
+
+
+def _packed(
+    samples: Sequence[Mapping[str, Tensor]],
+    alignment: Alignment,
+    spec: VLMSpec,
+    pad_token_id: int,
+    total_tokens: int | None,
+) -> PackedBatch:
     if isinstance(samples, Mapping):
         raise ValueError("samples must be a sequence of mappings, got one mapping; its keys would be taken for samples")
     _check_pad(pad_token_id)
@@ -236,7 +256,7 @@ def pack_samples(
         placeholder_mask=plan.pack(stands, False)[None] & media_ids,
         spec=spec,
     )
-    media.check(group)
+    media.check()
     seconds = _joined(samples, "second_per_grid_ts")
     return PackedBatch(
         plan=plan,
@@ -285,4 +305,8 @@ def _row(sample: Mapping[str, Tensor], key: str) -> Tensor:
 
 def _joined(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor | None:
     found = [torch.as_tensor(sample[key]) for sample in samples if sample.get(key) is not None]
+    if len({x.shape[1:] for x in found}) > 1:
+        raise ValueError(
+            f"{key} must have one shape behind its rows, got {sorted({tuple(x.shape) for x in found})}; samples of two processors were mixed"
+        )
     return torch.cat(found) if found else None

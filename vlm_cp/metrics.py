@@ -155,12 +155,19 @@ def reduce_metrics(
     empty: what a mean or an extremum over nothing is logged as; a sum over nothing is 0.
     One gather of objects: `ReduceOp.MIN` and `MAX` would drop NaN, and ranks may lack names. Call it once a step.
     """
-    own = {name: Metric(float(m.value), m.reduction, float(m.count)) for name, m in merge_metrics(dicts).items()}
-    parts = [own]
-    if group is not None and comm.group_size(group) > 1:
-        parts = [own] * comm.group_size(group)
-        dist.all_gather_object(parts, own, group=group)
-    return {name: _final(m, empty) for name, m in merge_metrics(parts).items()}
+    if group is None or comm.group_size(group) == 1:
+        return {name: _final(m, empty) for name, m in merge_metrics(dicts).items()}
+    own: dict[str, Metric] | str
+    try:
+        own = {name: Metric(float(m.value), m.reduction, float(m.count)) for name, m in merge_metrics(dicts).items()}
+    except ValueError as error:
+        own = str(error)  # gathered in place of the metrics: the others would wait for them
+    parts = [own] * comm.group_size(group)
+    dist.all_gather_object(parts, own, group=group)
+    for rank, part in enumerate(parts):
+        if isinstance(part, str):
+            raise ValueError(f"{part} (found on rank {rank} of {len(parts)})")
+    return {name: _final(m, empty) for name, m in merge_metrics(p for p in parts if not isinstance(p, str)).items()}
 
 
 def _final(metric: Metric, empty: float) -> float:

@@ -59,15 +59,20 @@ class VisionAssignment:
 
     def frames_of(self, rank: int) -> tuple[int, ...]:
         """The frames that `rank` encodes whole, in their order."""
-        return self.owned[rank]
+        return self.owned[self._rank(rank)]
 
     def shared_rows(self, rank: int) -> range:
         """The feature rows of the shared stream that `rank` encodes; empty where nothing is shared."""
-        return range(self.cuts[rank], self.cuts[rank + 1])
+        return range(self.cuts[self._rank(rank)], self.cuts[rank + 1])
 
     def cost_of(self, rank: int) -> float:
         """Seconds of one forward pass on `rank`, at the rates that were assigned with."""
-        return self.costs[rank]
+        return self.costs[self._rank(rank)]
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.cp_size:
+            raise ValueError(f"rank must lie in [0, {self.cp_size}), got {rank}; another rank's frames would be taken")
+        return rank
 
     @cached_property
     def row_counts(self) -> np.ndarray:
@@ -110,6 +115,8 @@ def assign_vision(
     with windows (Qwen2.5-VL) orders its patches by window, so its frames stay whole and it may not be reached.
     rates: what a rank computes a second; only their ratio counts.
     """
+    if cp_size < 1:
+        raise ValueError(f"cp_size must be at least 1, got {cp_size}; there would be no rank to deal frames to")
     frames = _frames(grids, spec.spatial_merge_size)
     costs = _frame_costs(frames, spec, rates or Rates())
     patches = frames.prod(1).numpy()
@@ -137,7 +144,13 @@ def assign_vision(
 
 
 def _frames(grids: Tensor | Sequence[Sequence[int]], merge: int) -> Tensor:
-    table = torch.as_tensor(grids, dtype=torch.int64).cpu().reshape(-1, 3)
+    table = torch.as_tensor(grids).cpu()
+    if table.numel() and (table.ndim != 2 or table.size(1) != 3 or table.dtype.is_floating_point):
+        raise ValueError(
+            f"grids must be integers of shape [*, 3], (t, h, w) in patches, got {table.dtype} of shape {tuple(table.shape)}; "
+            "other frames would be dealt than the tower takes"
+        )
+    table = table.long().reshape(-1, 3)
     bad = (table < 1).any(1) | (table[:, 1:] % merge != 0).any(1)
     if bool(bad.any()):
         item = int(bad.nonzero()[0, 0])

@@ -2,7 +2,8 @@
 
 Seams: transformers' own attention registry for the text model, and forward hooks on the layers that carry state. The
 path of a batch: vision tower on all media -> this rank's slots of the full-stream row table -> text model on the shard,
-its attention exchanging keys and values -> local logits. Every rank must call the engine with the same batch.
+its attention exchanging keys and values -> local logits. Every rank must call the engine with the same batch; an engine's
+first one is compared over the CP ranks, which costs one sync.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vlm_cp.attention import AttentionMethod, ContextParallelAttention
 from vlm_cp.batch import LocalBatch, PackedBatch
 from vlm_cp.cost import VisionWork
 from vlm_cp.engines.hf_vision import encode_shared
+from vlm_cp.engines.same_batch import check_same_batch
 from vlm_cp.families import VisionRows, family_of
 from vlm_cp.plan import SequencePlan
 from vlm_cp.spec import VLMSpec
@@ -58,6 +60,10 @@ class HFEngine:
         self.attention: AttentionMethod = attention
         self.vision: VisionWork = vision
         self.min_patches = min_patches
+        if not hasattr(model, "lm_head") or not hasattr(getattr(model, "config", None), "text_config"):
+            raise ValueError(
+                f"model must be a ...ForConditionalGeneration with its lm_head, got {type(model).__name__}; it has no logits"
+            )
         text = self.model.config.text_config
         found = VLMSpec.from_hf_config(self.model.config)
         if found != spec:
@@ -70,6 +76,11 @@ class HFEngine:
             )
         self.spec = spec
         _check_text_config(text, attention, comm.group_size(cp_group))
+        if text._attn_implementation == _NAME:
+            raise ValueError(
+                "model must have no other open HFEngine, got one; closing either would leave the other's attention on its shard"
+            )
+        self._seen_batch = False
         self._former_attention: str = text._attn_implementation
         AttentionInterface.register(_NAME, _attention)
         self.model.set_attn_implementation({"text_config": _NAME})
@@ -88,10 +99,21 @@ class HFEngine:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """The text model's last hidden states [1, T/c, H] of this rank's slots."""
-        local = self.local(batch)
-        inputs = self.text_inputs(local, self.encode(batch))
-        cp = self.attention_of(batch)
+        self._check(batch)
+        cp = self.attention_of(batch)  # first: what it refuses, every rank refuses
+        if not self._seen_batch:
+            check_same_batch(batch, context=self.cp_group)
+            self._seen_batch = True
+        inputs = self.text_inputs(self.local(batch), self.encode(batch))
         return self.model.model.language_model(**inputs, use_cache=False, cp=cp).last_hidden_state
+
+    def _check(self, batch: PackedBatch) -> None:
+        if not isinstance(batch, PackedBatch):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"batch must be a PackedBatch, the full stream, got {type(batch).__name__}; the engine cuts it itself"
+            )
+        if self.model.config.text_config._attn_implementation != _NAME:
+            raise ValueError("engine must be open, got a closed one; its layers would attend to the shard only")
 
     def local(self, batch: PackedBatch) -> LocalBatch:
         """This rank's part of the batch."""
@@ -164,6 +186,10 @@ class HFEngine:
 
 
 def _check_text_config(text: Any, attention: AttentionMethod, cp_size: int) -> None:
+    if attention not in get_args(AttentionMethod):
+        raise ValueError(
+            f"attention must be one of {', '.join(get_args(AttentionMethod))}, got {attention!r}; nothing would be exchanged"
+        )
     if text.attention_dropout:
         raise ValueError(
             f"attention_dropout must be 0 under context parallelism, got {text.attention_dropout}; ranks would drop different scores"

@@ -14,6 +14,7 @@ from torch import nn
 
 from vlm_cp import comm
 from vlm_cp.batch import PackedBatch
+from vlm_cp.engines import same_batch
 from vlm_cp.engines.deepstack import lost_deepstack_gradient
 from vlm_cp.families.capability import Capability, Layout, capability_of
 
@@ -188,23 +189,8 @@ def check_plan(model: BridgeModel, batch: PackedBatch) -> None:
 
 
 def check_same_batch(model: BridgeModel, batch: PackedBatch) -> None:
-    """Refuses batches that differ over the CP or TP ranks, on all of them; two small object gathers and a device sync."""
-    digest = (batch.plan.lengths, batch.plan.padded_lengths, int((batch.input_ids[0] * _weights(batch)).sum()))
-    for name, group in (("context", model.cp_group), ("tensor", model.tp_group)):
-        if comm.group_size(group) == 1:
-            continue
-        found: list[Any] = [None] * comm.group_size(group)
-        dist.all_gather_object(found, digest, group=group)
-        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"batch must be the same on all {name}-parallel ranks, got lengths {found[0][0]} on rank 0 and {found[other][0]} "
-                f"on rank {other}, or other ids; ranks would attend to another batch's tokens"
-            )
-
-
-def _weights(batch: PackedBatch) -> Any:
-    return batch.plan.token_index % 8191 + batch.plan.sample_index + 1
+    """`same_batch.check_same_batch` over the model's CP and TP ranks."""
+    same_batch.check_same_batch(batch, context=model.cp_group, tensor=model.tp_group)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
