@@ -72,7 +72,7 @@ class Trainer(ABC):
 
     def load(self, path: Path) -> None:
         """Every rank reads before any goes on: else one could save anew, and another read what is not its step."""
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         self.step = state.pop("step")
         self.load_state_dict(state)
         if dist.is_initialized():

@@ -15,11 +15,15 @@ TASKS = (("count", "-"), ("read", "--"))
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What is drawn of a run. panels: a row's keys -> axis labels. validated: the panel that validation points belong to."""
+    """What is drawn of a run. panels: a row's keys -> axis labels. validated: the panel that validation points belong to.
+
+    compared: the key whose distance between arms is drawn; the first panel's without it.
+    """
 
     title: str
     panels: Mapping[str, str]
     validated: str | None = None
+    compared: str | None = None
 
 
 def plot(results: Path, picture: Path, look: Look) -> None:
@@ -45,7 +49,7 @@ def plot(results: Path, picture: Path, look: Look) -> None:
                 draw_curve(panel, row, key, first=row is rows[0], validated=key == look.validated)
         panel.set_ylabel(label)
     if len(rows) > 1:
-        draw_gaps(axes[n], rows, next(iter(look.panels)))
+        draw_gaps(axes[n], rows, look.compared or next(iter(look.panels)))
     draw_answers(axes[n + 1], rows)
     for panel in axes:
         panel.axvline(rows[0]["resumed_at"], color="0.6", linestyle=":", linewidth=1)

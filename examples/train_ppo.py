@@ -28,6 +28,7 @@ from vlm_cp.values import make_value_head
 LOOK = curves.Look(
     title="PPO with a VLM critic: read the digits, count the shapes",
     panels={"reward": "mean reward", "policy_loss": "policy loss", "critic_loss": "value loss"},
+    compared="policy_loss",
 )
 
 

@@ -127,6 +127,11 @@ def test_the_table_says_it(file: Path, capsys: pytest.CaptureFixture[str]) -> No
             id="odd-grid",
         ),
         pytest.param(
+            '{"length": 9, "images": 5}',
+            "line 2 must have lists of grids [t, h, w], got 5 and []",
+            id="a-number-of-images",
+        ),
+        pytest.param(
             '{"length": 9, "images": [[4, 4]]}',
             "line 2 must have grids [t, h, w] in patches, h and w multiples of 2, got [4, 4]",
             id="two-numbers",
@@ -157,6 +162,9 @@ def test_a_bad_line_is_one_sentence(tmp_path: Path, line: str, message: str) -> 
             ("--dp", "2"),
             "--dp 2 must come with --capacity, got none; there would be one micro-batch for all ranks",
             id="dp-without-capacity",
+        ),
+        pytest.param(
+            "12", ("--dp", "0"), "--dp must be at least 1, got 0; there would be no rank to run on", id="dp-0"
         ),
         pytest.param(
             "12",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,40 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(task: str) -> None:
     for key in (*LOSSES[task], "validation"):
         assert interrupted[key] == whole[key]
     assert interrupted["resumed_at"] == 2
+
+
+def test_the_policy_loss_is_its_formula_token_by_token() -> None:
+    import ppo
+    import torch
+    import train_sft
+    from hf_learner import HFLearner, small_model
+
+    data, processor = train_sft.load_data(train_sft.Settings(**FEW, steps=4, resume_at=2))
+    policy = HFLearner(small_model(0, processor.tokenizer), processor, 600, None)
+    samples, generator = data.train[:3], torch.Generator().manual_seed(0)
+    draws = [torch.randn(2, sample.length, generator=generator, dtype=torch.float64) for sample in samples]
+    advantages, old = [10.0**i * x[0] for i, x in enumerate(draws)], [x[1] / 5 - 6 for x in draws]
+    batch = policy.collator(samples)
+    extras = {"advantages": advantages, "old_logprobs": old}
+    batch = replace(batch, token_extras={name: batch.plan.pack(x, 0)[None] for name, x in extras.items()})
+    logits = policy.output(batch).detach()
+    found, metrics = ppo.policy_loss(policy, clip=0.2, entropy_weight=0.1)(logits, batch)
+
+    total, clipped, count, start = 0.0, 0, 0, 0
+    for sample, own_advantages, own_old in zip(samples, advantages, old, strict=True):
+        ids, labels = sample.inputs["input_ids"], sample.inputs["labels"]
+        for t in range(1, sample.length):  # the token that is predicted, from the slot before it
+            if labels[t] >= 0:
+                p = logits[0, start + t - 1, : policy.vocab_size].softmax(-1)
+                ratio = (p[ids[t]].log() - own_old[t - 1]).exp()
+                gain = torch.minimum(ratio * own_advantages[t], ratio.clamp(0.8, 1.2) * own_advantages[t])
+                total -= float(gain - 0.1 * (p * p.log()).sum())
+                clipped, count = clipped + int((ratio - 1).abs() > 0.2), count + 1
+        start += sample.length
+    assert float(found.local_sum) == pytest.approx(total, rel=1e-6)
+    assert int(found.local_count) == count
+    assert 0 < clipped < count
+    assert float(metrics["clipped"].value) == pytest.approx(clipped / count)
 
 
 def test_advantages_are_those_of_the_definition() -> None:
@@ -113,6 +148,21 @@ def test_the_committed_run_learned_the_task_with_equal_curves(path: Path) -> Non
     parallel, reordered = apart("cp2"), apart("cp1_other_micro_batches")
     assert max(parallel[:30]) < 1e-13
     assert max(parallel[:300]) < 10 * max(reordered[:300])
+
+
+def test_the_committed_ppo_runs_are_one_run() -> None:
+    (path,) = (ROOT / "examples" / "results").glob("ppo_cpu_*.json")
+    rows = {row["arm"]: row for row in json.loads(path.read_text())["rows"]}
+    alone = rows.pop("cp1")
+    assert path.with_suffix(".png").exists()
+    assert sum(alone["reward"][-10:]) > sum(alone["reward"][:10]) + 0.4
+    for task in ("count", "read"):
+        assert alone["validation"][-1][task] > alone["validation"][0][task]
+    assert 0 < alone["resumed_at"] < len(alone["reward"])
+    for row in rows.values():
+        assert row["reward"] == alone["reward"]  # every token that was sampled is the same
+        for key, bound in (("critic_loss", 1e-15), ("policy_loss", 1e-7)):
+            assert max(abs(a - b) for a, b in zip(row[key], alone[key], strict=True)) < bound
 
 
 @TASKS
