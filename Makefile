@@ -35,6 +35,8 @@ gpu: ## parity rows and tests on 2 GPUs; GPU_PYTHON must have Transformer Engine
 bench: $(VENV)/.test ## what can be measured without a GPU; writes benchmarks/results
 	$(BIN)/python -m benchmarks.parity
 	$(BIN)/python -m benchmarks.floor
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.run --case mrope
+	$(BIN)/python -m benchmarks.plots
 
 examples: $(VENV)/.test ## the small trainer, CP=1 and CP=2 (20 minutes on two cores)
 	$(BIN)/python examples/train_sft.py --out examples/results

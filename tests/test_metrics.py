@@ -310,3 +310,21 @@ def test_rows_of_several_samples_are_refused() -> None:
         ValueError, match=r"^attention_mask must have one row a sample, 4 in all, got 3; entries of samples would"
     ):
         PackedLoss(clipped_loss, TOKEN_KEYS)(data, plan, attention_mask[:3], slots_local={"logprobs": logprobs})
+
+
+def test_extrema_of_one_sign_are_not_hidden_by_what_is_masked():
+    mask = torch.tensor([1, 1, 0])
+    assert masked_max(torch.tensor([-3.0, -1.0, 5.0]), mask).value == -1
+    assert masked_min(torch.tensor([3.0, 1.0, -5.0]), mask).value == 1
+
+
+def test_small_losses_are_held_to_their_own_size():
+    """A loss of 1e-4 that depends on its batch differs by less than any absolute tolerance."""
+
+    @packing_invariant
+    def averaged(data):
+        return 1e-4 * data["x"].mean(), {}
+
+    message = "a packing_invariant loss must be the sum of its samples' losses, got "
+    with pytest.raises(ValueError, match=f"^{message}"):
+        PackedLoss(averaged, ["x"]).check({"x": torch.ones(2, 3)}, torch.ones(2, 3))

@@ -83,6 +83,49 @@ def test_bit_equal_log_probabilities_are_claimed_where_they_were_seen():
         assert [row["logprob_max_abs"] for row in rows if row["layout"] == layout] == [0.0]
 
 
+def _rows(name, **chosen):
+    rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+    return [row for row in rows if chosen.items() <= row.items()]
+
+
+def test_the_speed_table_says_what_was_measured():
+    def cells(start):
+        (line,) = [line for line in README.splitlines() if line.startswith(f"| {start}")]
+        return line
+
+    (tower,) = _rows("tower_1xh200_2026-12-01.json", part="forward")
+    for arm in ("stock", "hook_fused"):
+        assert f"{tower['arms'][arm]['ms']:.0f} ms" in cells("Qwen3-VL vision tower, forward, 98,304 patches")
+    (tower,) = _rows("tower_1xh200_2026-12-01.json", part="forward_backward")
+    for arm in ("stock", "hook_fused"):
+        assert f"{tower['arms'][arm]['ms']:.0f} ms" in cells("the same, forward and backward | stock Bridge")
+    syncs = {row["arm"]: row["total"] for row in _rows("tower-one-kernel_1xh200_2026-12-01.json", part="host_syncs")}
+    assert (syncs["stock"], syncs["hook"]) == (487, 0)
+    for hardware, start in (("2xcpu", "positions of 33k tokens with 256 images"), ("1xh200", "the same, ids on a GPU")):
+        best = {row["arm"]: row["best_ms"] for row in _rows(f"mrope_{hardware}_2026-12-01.json", tokens=33024)}
+        for text in (
+            f"Bridge {best['bridge']:.0f} ms",
+            f"transformers {best['transformers']:.0f} ms",
+            f"{best['vlm_cp']:.2f} ms",
+        ):
+            assert text in cells(start)
+    for samples, start, digits in ((256, "pack and shard 256 rows", 1), (8, "pack and shard 8 rows of 4096", 2)):
+        found = _rows("pack_1xh200_2026-12-01.json", part="pack_and_shard", samples=samples)
+        best = {row["arm"]: row["best_ms"] for row in found if row["width"] in (512, 4096)}
+        for arm, name in (("skyrl", "SkyRL"), ("verl", "verl"), ("nemo_rl", "NeMo-RL")):
+            assert f"{name} {best[arm]:.{digits}f} ms" in cells(start)
+        assert f"| {best['vlm_cp']:.2f} ms |" in cells(start)
+    for part, start in (
+        ("logprobs_forward", "logprobs of 8192 x 151,936 logits, forward |"),
+        ("logprobs_forward_backward", "the same, forward and backward | verl"),
+        ("with_entropy_forward_backward", "with entropy, forward and backward"),
+        ("from_hidden_forward_backward", "from hidden states, forward and backward"),
+    ):
+        (own,) = _rows("logprobs_1xh200_2026-12-01.json", part=part, arm="vlm_cp")
+        memory = own["peak_mib"]
+        assert f"{own['ms']:.1f} ms, {f'{memory} MiB' if memory < 1024 else f'{memory / 1024:.1f} GiB'}" in cells(start)
+
+
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
