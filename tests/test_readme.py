@@ -77,6 +77,14 @@ def test_the_support_table_says_what_the_gpu_result_shows(family, layout):
     assert all(row["passed"] for row in found)
 
 
+def test_the_support_table_says_what_the_gpu_tests_showed():
+    rows = RESULTS["benchmarks/results/gpu-tests_1xh200_2026-12-01.json"]["rows"]
+    failed = {row["test"] for row in rows if not row["passed"] and "skipped" not in row}
+    assert {name.split("[")[0] for name in failed} == {"test_rl::test_b21_vlm_critic_equals_one_process"}
+    assert len(failed) == 3
+    assert sum(row["passed"] for row in rows) == 5
+
+
 def test_bit_equal_log_probabilities_are_claimed_where_they_were_seen():
     rows = RESULTS["benchmarks/results/parity_2xh200_2026-11-30.json"]["rows"]
     for layout in ("cp2-a2a", "cp2-all_gather"):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_position_ids
 
+from vlm_cp.cost import Rates
 from vlm_cp.spec import TowerSpec, VLMSpec
 from vlm_cp.vision import VisionAssignment, assign_vision
 from vlm_cp.vision_layout import VisionLayout
@@ -65,6 +66,7 @@ CASES = {
     "video-cp4": ([(8, 32, 32)], 4, "whole", 0),
     "video-cp3": ([(8, 32, 32)], 3, "mixed", 2),
     "fewer-frames-than-ranks-cp4": (squares(64, 64), 4, "mixed", 2),
+    "a-small-one-beside-the-cut-one-cp4": (squares(64, 24), 4, "mixed", 1),
 }
 
 
@@ -119,6 +121,18 @@ def test_costs_by_hand() -> None:
     rows = len(found.shared_rows(0)) / 4096
     assert found.cost_of(0) == pytest.approx(large + (large - attention) * rows + attention / 2)
     assert found.cost_of(1) == pytest.approx(small + (large - attention) * (1 - rows) + attention / 2)
+
+
+def test_a_frame_costs_its_matrix_products_and_its_attention() -> None:
+    """Qwen3-VL-2B's tower, 64 x 64 patches: 24 layers, patch embedding, main merger and three deepstack mergers."""
+    patches, rows = 64 * 64, 32 * 32
+    layer = 4 * 1024**2 + 2 * 1024 * 4096
+    merger = 4096 * 4096 + 4096 * 2048
+    dense = 2 * (patches * (24 * layer + 1536 * 1024) + rows * 4 * merger)
+    attention = 4 * 1024 * 24 * patches**2
+    rates = Rates()
+    expected = dense / rates.vision + attention / rates.vision_attention
+    assert assign(squares(64), 1).cost_of(0) == pytest.approx(expected, rel=1e-12)
 
 
 def test_small_batches_and_one_rank_stay_replicated() -> None:
