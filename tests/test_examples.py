@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +18,43 @@ def examples_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
 
-FEW = {"batch_size": 5, "capacity": 600, "train_samples": 12, "validation_samples": 4, "validate_every": 2}
+FEW = {"batch_size": 5, "capacity": 600, "train_samples": 12, "validation_samples": 4, "validate_every": 1}
 LOSSES = {"sft": ("loss",), "ppo": ("policy_loss", "critic_loss")}
 TASKS = pytest.mark.parametrize("task", LOSSES)
 
 
-@cache
-def arm(task: str, cp: int, resume_at: int = 2) -> dict[str, Any]:
+def make_arm(task: str) -> Callable[..., dict[str, Any]]:
     import arms
     import train_ppo
     import train_sft
 
     if task == "sft":
-        settings = train_sft.Settings(**FEW, steps=4, resume_at=resume_at)
+        settings: Any = train_sft.Settings(**FEW, steps=4, resume_at=2)
         make = train_sft.makers(*train_sft.load_data(settings))
     else:
-        settings = train_ppo.Settings(**FEW, steps=4, resume_at=resume_at, warm_steps=2, warm_batch_size=4)
+        settings = train_ppo.Settings(**FEW, steps=2, resume_at=1, warm_steps=2, warm_batch_size=4)
         make = train_ppo.makers(settings, *train_sft.load_data(settings))
-    return arms.train_arm(f"cp{cp}", cp, settings, make(settings))
+
+    def run(cp: int, *, whole: bool = False) -> dict[str, Any]:
+        own = replace(settings, resume_at=settings.steps) if whole else settings
+        return arms.train_arm(f"cp{cp}", cp, own, make(own))
+
+    return run
 
 
 @TASKS
-def test_training_is_the_same_at_cp_1_and_2(task: str) -> None:
-    alone, parallel = arm(task, 1), arm(task, 2)
-    curves = [key for key, value in alone.items() if isinstance(value, list) and key != "validation"]
+def test_a_run_is_the_same_at_cp_2_and_after_a_resume(task: str) -> None:
+    run = make_arm(task)
+    whole, resumed, parallel = run(1, whole=True), run(1), run(2)
+    curves = [key for key, value in whole.items() if isinstance(value, list) and key != "validation"]
     assert {*LOSSES[task]} < {*curves}
+    assert resumed["resumed_at"] == parallel["resumed_at"] < len(whole[curves[0]])
+    for key in (*curves, "validation"):
+        assert resumed[key] == whole[key]  # bit for bit
     for key in curves:
-        assert len(alone[key]) == 4
-        assert parallel[key] == pytest.approx(alone[key], rel=1e-12, abs=1e-13), key
-    for here, there in zip(parallel["validation"], alone["validation"], strict=True):
+        assert parallel[key] == pytest.approx(whole[key], rel=1e-12, abs=1e-13), key
+    for here, there in zip(parallel["validation"], whole["validation"], strict=True):
         assert here == pytest.approx(there, rel=1e-12)
-
-
-@TASKS
-def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(task: str) -> None:
-    interrupted, whole = arm(task, 2), arm(task, 2, resume_at=4)
-    for key in (*LOSSES[task], "validation"):
-        assert interrupted[key] == whole[key]
-    assert interrupted["resumed_at"] == 2
 
 
 def test_the_policy_loss_is_its_formula_token_by_token() -> None:
@@ -172,8 +171,12 @@ def test_the_curves_are_drawn(task: str, tmp_path: Path) -> None:
     import train_sft
     from PIL import Image
 
-    data = tmp_path / "curves.json"
-    data.write_text(json.dumps({"rows": [arm(task, 1), arm(task, 2)]}))
-    curves.plot(data, tmp_path / "curves.png", {"sft": train_sft.LOOK, "ppo": train_ppo.LOOK}[task])
-    with Image.open(tmp_path / "curves.png") as image:
-        assert image.width > 800
+    look = {"sft": train_sft.LOOK, "ppo": train_ppo.LOOK}[task]
+    points = [{"step": step, "loss": 1 / step, "count": 0.5, "read": 0.1} for step in (2, 4)]
+    row = {"resumed_at": 2, "validation": points, **{key: [4.0, 3.0, 2.0, 1.0] for key in look.panels}}
+    for number, arms in enumerate((["cp1"], ["cp1", "cp2", "cp1_other_micro_batches"])):
+        data = tmp_path / f"{number}.json"
+        data.write_text(json.dumps({"rows": [{"arm": arm, **row} for arm in arms]}))
+        curves.plot(data, data.with_suffix(".png"), look)
+        with Image.open(data.with_suffix(".png")) as image:
+            assert image.width > 800

@@ -24,15 +24,15 @@ def _train(rank: int, task: str, folder: str) -> dict[str, Any]:
     import train_sft
 
     few = {
-        "steps": 3,
-        "resume_at": 2,
+        "steps": 2,
+        "resume_at": 1,
         "batch_size": 6,
         "capacity": 600,
         "train_samples": 12,
         "validation_samples": 4,
-        "validate_every": 3,
+        "validate_every": 2,
     }
-    settings = {"sft": train_sft.Settings(**few), "ppo": train_ppo.Settings(**few, warm_steps=2, warm_batch_size=4)}
+    settings = {"sft": train_sft.Settings(**few), "ppo": train_ppo.Settings(**few, warm_steps=1, warm_batch_size=4)}
     prepare = {"sft": train_bridge.sft, "ppo": train_bridge.ppo}
     weights = train_bridge.start(Path(folder) / "weights", train_sft.load_processor(), "cpu")
     make = prepare[task](settings[task], weights, "cpu")
@@ -49,7 +49,7 @@ def test_cp_2_trains_as_two_data_parallel_ranks_do(task: str, tmp_path: Path) ->
     curves = [key for key, value in one.items() if isinstance(value, list) and key != "validation"]
     assert {"sft": "loss", "ppo": "critic_loss"}[task] in curves
     for key in curves:
-        assert len(one[key]) == 3
+        assert len(one[key]) == 2
         assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
         assert second["cp2"][key] == two[key]
     assert two["validation"][-1] == pytest.approx(one["validation"][-1], rel=1e-4)

@@ -187,6 +187,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the budget; returns 0. Wrong input is a `ValueError` with one sentence."""
+    if args.dp < 1:
+        raise ValueError(f"--dp must be at least 1, got {args.dp}; there would be no rank to run on")
     if args.dp > 1 and args.capacity is None:
         raise ValueError(
             f"--dp {args.dp} must come with --capacity, got none; there would be one micro-batch for all ranks"
@@ -258,7 +260,10 @@ def _row(line: str, number: int, spec: VLMSpec) -> Row:
     length = value.get("length")
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise ValueError(f"line {number} must have a length of at least 1 token, got {length!r}; {lost}")
-    grids = [*(value.get("images") or ()), *(value.get("videos") or ())]
+    kinds = [value.get(kind) or [] for kind in ("images", "videos")]
+    if not all(isinstance(kind, list) for kind in kinds):
+        raise ValueError(f"line {number} must have lists of grids [t, h, w], got {kinds[0]!r} and {kinds[1]!r}; {lost}")
+    grids: list[Any] = [grid for kind in kinds for grid in kind]
     merge = spec.spatial_merge_size
     for grid in grids:
         if not (
